@@ -1,0 +1,144 @@
+"""Collectives over an axis of the mesh; each is a no-op where the axis has size 1.
+
+Every byte that leaves a rank passes here, so that one place can count calls and payload (`counting`)
+and one place knows torch's names. Payload is the full tensor of the call: what an all-gather returns,
+what a reduce-scatter takes. Tensors must be contiguous, as NCCL asks.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.mesh import Axis
+
+Op = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_counters: list["Traffic"] = []
+
+
+class Traffic:
+    """Calls and payload bytes by (axis, collective)."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Count what this process communicates while the block runs."""
+    traffic = Traffic()
+    _counters.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counters.remove(traffic)
+
+
+class Handle:
+    """Work under way; whoever started it waits on it before touching its tensors."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return once the result may be read (on CUDA: by the current stream)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, async_op: bool = False) -> Handle:
+    """Reduce ``x`` over ``axis`` in place."""
+    if axis.size == 1:
+        return Handle(None)
+    _count(axis, "all_reduce", x)
+    return _started(dist.all_reduce(x, _OPS[op], axis.group, async_op=True), async_op)
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """Return every rank's ``x``, joined along dim 0 in coordinate order."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    all_gather_into(out, x, axis)
+    return out
+
+
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
+    """Fill ``out`` with every rank's ``x``, joined along dim 0."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x.view_as(out))
+        return Handle(None)
+    _count(axis, "all_gather", out)
+    return _started(
+        dist.all_gather_into_tensor(out, x.contiguous(), axis.group, async_op=True), async_op
+    )
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's slice along dim 0 of the sum of ``x``."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    reduce_scatter_into(out, x, axis)
+    return out
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
+    """Fill ``out`` with this rank's slice along dim 0 of the sum of ``x``."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x.view_as(out))
+        return Handle(None)
+    _count(axis, "reduce_scatter", x)
+    return _started(
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True), async_op
+    )
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Fill ``x`` from the rank at coordinate ``source``, in place, and return it."""
+    if axis.size > 1:
+        _count(axis, "broadcast", x)
+        dist.broadcast(x, axis.ranks[source], axis.group)
+    return x
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Return every rank's picklable ``value``, in coordinate order; for small metadata only."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, axis.group)
+    return values
+
+
+def barrier(axis: Axis) -> None:
+    """Return once every rank of ``axis`` has come here."""
+    if axis.size > 1:
+        all_reduce(torch.zeros(1), axis) if _is_gloo(axis) else dist.barrier(axis.group)
+
+
+def _is_gloo(axis: Axis) -> bool:
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _count(axis: Axis, name: str, x: Tensor) -> None:
+    assert x.is_contiguous(), f"{name} over {axis.name}: tensor is not contiguous"
+    for traffic in _counters:
+        traffic.calls[axis.name, name] += 1
+        traffic.bytes[axis.name, name] += x.numel() * x.element_size()
+
+
+def _started(work: dist.Work, async_op: bool) -> Handle:
+    handle = Handle(work)
+    if not async_op:
+        handle.wait()
+    return handle

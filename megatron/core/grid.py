@@ -1,0 +1,171 @@
+"""Rank arithmetic: where a rank stands on every axis, in plain Python.
+
+`ParallelConfig` holds the sizes that a user chooses, `Grid` arranges ranks by named axes. A dense grid
+serves attention and MLP, a second one over the same ranks serves experts; both must agree about
+pipeline neighbours. Axis order is Megatron's order string, fastest-varying first.
+"""
+
+import math
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from megatron.core.config import Config, option
+from megatron.core.utils import UserError
+
+DENSE_ORDER = "tp-cp-dp-pp"
+EXPERT_ORDER = "etp-ep-edp-pp"
+
+
+class Grid:
+    """``world_size`` ranks arranged by named axes; the first axis varies fastest.
+
+    >>> grid = Grid({"tp": 2, "dp": 2, "pp": 2})
+    >>> grid.coordinates(5)
+    {'tp': 1, 'dp': 0, 'pp': 1}
+    >>> grid.peers(5, "tp", "pp")
+    (0, 1, 4, 5)
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self.world_size = math.prod(self.sizes.values())
+        self._strides: dict[str, int] = {}
+        stride = 1
+        for axis, size in self.sizes.items():
+            self._strides[axis] = stride
+            stride *= size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the position of ``rank`` on every axis."""
+        return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """Return the rank that stands at ``coordinates`` (absent axes count as 0)."""
+        return sum(self._strides[axis] * position for axis, position in coordinates.items())
+
+    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` only along ``axes``, in grid order."""
+        # Slowest axis first, so that the product counts up in rank order.
+        ordered = [axis for axis in reversed(self.sizes) if axis in axes]
+        here = self.coordinates(rank)
+        base = rank - sum(here[axis] * self._strides[axis] for axis in ordered)
+        steps = product(
+            *(range(0, self.sizes[a] * self._strides[a], self._strides[a]) for a in ordered)
+        )
+        return tuple(base + sum(step) for step in steps)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return every group along ``axes``: a partition of the world, by first rank."""
+        return sorted({self.peers(rank, *axes) for rank in range(self.world_size)})
+
+
+def parse_order(order: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return ``sizes`` in the order of Megatron's string, fastest axis first.
+
+    An axis of size 1 may be left out of the string; it then comes last.
+
+    Raises:
+        UserError: the string names an unknown axis, repeats one, or leaves out one larger than 1.
+    """
+    names = order.lower().split("-")
+    unknown = [name for name in names if name not in sizes]
+    if unknown or len(set(names)) < len(names):
+        raise UserError(
+            f"rank order {order!r} must name each of {', '.join(sizes)} at most once"
+            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+        )
+    left_out = [name for name in sizes if name not in names]
+    large = [f"{name}={sizes[name]}" for name in left_out if sizes[name] > 1]
+    if large:
+        raise UserError(f"rank order {order!r} leaves out {', '.join(large)}; add them")
+    return {name: sizes[name] for name in [*names, *left_out]}
+
+
+class ParallelConfig(Config):
+    """How many ways each kind of work is split over the ranks."""
+
+    tensor_model_parallel_size: int = option(1)
+    """Ways each layer's weight matrices are split (TP)."""
+
+    pipeline_model_parallel_size: int = option(1)
+    """Stages the layer stack is cut into (PP)."""
+
+    context_parallel_size: int = option(1)
+    """Ways the sequence is split (CP)."""
+
+    expert_model_parallel_size: int = option(1)
+    """Ways the experts of a layer are spread over ranks (EP)."""
+
+    expert_tensor_parallel_size: int = option(derived="--tensor-model-parallel-size")
+    """Ways each expert's matrices are split (ETP)."""
+
+    sequence_parallel: bool = option(False)
+    """Split activations along the sequence between tensor-parallel regions."""
+
+    use_tp_pp_dp_mapping: bool = option(False)
+    """Order ranks tensor, context, pipeline, data instead of tensor, context, data, pipeline."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let experts be split as the dense layers are."""
+        return {"expert_tensor_parallel_size": values["tensor_model_parallel_size"]}
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the dense layers, context parallelism included."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of replicas in a world.
+
+        Raises:
+            UserError: the world is no multiple of TP x PP x CP.
+        """
+        replica = self.model_parallel_size
+        if world_size % replica:
+            raise UserError(
+                f"world size ({world_size}) is not divisible by {replica} = "
+                f"--tensor-model-parallel-size ({self.tensor_model_parallel_size}) x "
+                f"--pipeline-model-parallel-size ({self.pipeline_model_parallel_size}) x "
+                f"--context-parallel-size ({self.context_parallel_size}); "
+                f"launch a multiple of {replica} processes or lower one of these"
+            )
+        return world_size // replica
+
+    def grids(self, world_size: int) -> tuple[Grid, Grid]:
+        """Return the dense and the expert grid of a world.
+
+        Raises:
+            UserError: a size does not divide the world, or the two grids would disagree about
+                pipeline neighbours.
+        """
+        dp = self.data_parallel_size(world_size)
+        pp, etp = self.pipeline_model_parallel_size, self.expert_tensor_parallel_size
+        ep = self.expert_model_parallel_size
+        if world_size % (etp * ep * pp):
+            raise UserError(
+                f"world size ({world_size}) is not divisible by {etp * ep * pp} = "
+                f"--expert-tensor-parallel-size ({etp}) x --expert-model-parallel-size ({ep}) x "
+                f"--pipeline-model-parallel-size ({pp})"
+            )
+        order = "tp-cp-pp-dp" if self.use_tp_pp_dp_mapping else DENSE_ORDER
+        expert_order = "etp-ep-pp-edp" if self.use_tp_pp_dp_mapping else EXPERT_ORDER
+        dense = {
+            "tp": self.tensor_model_parallel_size,
+            "cp": self.context_parallel_size,
+            "dp": dp,
+            "pp": pp,
+        }
+        expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp), "pp": pp}
+        grids = Grid(parse_order(order, dense)), Grid(parse_order(expert_order, expert))
+        if grids[0].groups("pp") != grids[1].groups("pp"):
+            raise UserError(
+                f"with --use-tp-pp-dp-mapping, tensor x context ({dense['tp'] * dense['cp']}) must "
+                f"equal expert tensor x expert ({etp * ep}) ranks, or the pipelines would differ"
+            )
+        return grids

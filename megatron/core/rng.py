@@ -1,0 +1,99 @@
+"""Randomness that no layout changes: every draw is keyed by what it is for.
+
+Initial values of a logical tensor are drawn in fp32 on the CPU, block by block of 2**20 elements,
+each block from a generator keyed by (seed, logical name, block number), and then cast. A rank draws
+only the blocks that its regions touch, so one rank and a thousand start from the same model. (fp64
+and CUDA streams differ from fp32 ones, and a draw is not a prefix of a longer one.)
+
+Dropout masks are keyed by (seed, place, iteration, global microbatch, coordinates), the key being
+captured by the forward so that recomputation draws the same mask.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import sharding
+
+BLOCK = 2**20
+
+
+def key(*parts: int | str) -> int:
+    """Return a 63-bit seed that depends on every part and on nothing else."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int) -> None:
+    """Fill every parameter of ``module`` from its record; padding stays zero."""
+    for parameter in module.parameters():
+        record = sharding.of(parameter)
+        parameter.zero_()
+        for region in record.regions:
+            values = _draw(record, region.logical, seed)
+            parameter[sharding.box_slices(region.local)].copy_(values)
+
+
+def _draw(record: sharding.Sharding, box: sharding.Box, seed: int) -> Tensor:
+    """Return fp32 initial values of one box of a logical tensor."""
+    shape = sharding.box_shape(box)
+    if record.init.kind == "constant":
+        return torch.full(shape, record.init.scale)
+    # Whole rows of the leading dim, so that the flat range is contiguous.
+    row = math.prod(record.shape[1:])
+    start, stop = box[0][0] * row, box[0][1] * row
+    total = math.prod(record.shape)
+    blocks = []
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, total)
+        values = _draw_block(record, seed, block, last - first)
+        blocks.append(values[max(start - first, 0) : max(stop - first, 0)])
+    rows = torch.cat(blocks).view(box[0][1] - box[0][0], *record.shape[1:])
+    return rows[(slice(None), *sharding.box_slices(box[1:]))]
+
+
+def _draw_block(record: sharding.Sharding, seed: int, block: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(key("init", seed, record.name, block))
+    if record.init.kind == "normal":
+        return torch.randn(count, generator=generator) * record.init.scale
+    return (torch.rand(count, generator=generator) * 2 - 1) * record.init.scale
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """Which microbatch a forward belongs to; with a place it keys one dropout mask."""
+
+    seed: int
+    iteration: int
+    microbatch: int
+    """Number of the microbatch in the global batch: the same on every layout."""
+    coordinates: tuple[int, ...] = ()
+    """Coordinates along the axes that split the sequence or the features at this place."""
+
+    def generator(self, place: str, device: torch.device) -> torch.Generator:
+        """Return the generator of one place, such as ``layers.3.attention``."""
+        seed = key("dropout", self.seed, place, self.iteration, self.microbatch, *self.coordinates)
+        return torch.Generator(device).manual_seed(seed)
+
+    @contextmanager
+    def seeded(self, place: str, device: torch.device) -> Iterator[None]:
+        """Seed torch's default generator for ops that take no generator, and put it back after."""
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(
+                key("dropout", self.seed, place, self.iteration, self.microbatch, *self.coordinates)
+            )
+            yield
+
+
+def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """Zero each element with probability ``p`` and scale the rest by 1 / (1 - p)."""
+    kept = torch.empty_like(x, requires_grad=False).bernoulli_(1 - p, generator=generator)
+    return x * kept.div_(1 - p)

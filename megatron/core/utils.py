@@ -1,0 +1,72 @@
+"""The few helpers that every package may use; nothing here imports torch."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """What a user can fix: the entry points print the message alone and exit with code 2.
+
+    The message names the flags, gives their values, and says what to change.
+    """
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
+    """Return the choices spelled most like ``word``, best first."""
+    return get_close_matches(word, list(choices), n=count, cutoff=0.6)
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Return the exact quotient; a remainder is a bug."""
+    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
+    return numerator // denominator
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def human_count(number: float) -> str:
+    """Return ``number`` with a decimal prefix, such as ``1.3B`` for 1.3e9."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= limit:
+            return f"{number / limit:.2f}{suffix}"
+    return f"{number:g}"
+
+
+def human_bytes(number: float) -> str:
+    """Return ``number`` bytes with a binary prefix, such as ``1.50 GiB``."""
+    for power, suffix in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(number) >= 1024**power:
+            return f"{number / 1024**power:.2f} {suffix}"
+    return f"{number:.0f} B"
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` that replaces it when the block succeeds.
+
+    The file is flushed to disk before the rename, so that a crash leaves the old file or the new
+    one, never a part; when the block raises, the temporary file is removed.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        # mkstemp makes private files; give what an ordinary open would have given.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

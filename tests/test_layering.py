@@ -1,0 +1,101 @@
+"""Who may import whom: the table of docs/architecture.md, checked on every import statement."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "megatron" / "core"
+
+ALLOWED = {
+    "utils": "",
+    "config": "utils",
+    "grid": "utils config",
+    "datasets": "utils config",
+    "tokenizers": "utils config",
+    "kernels": "utils config",
+    "mesh": "utils config grid",
+    "sharding": "grid",
+    "parallel_state": "mesh",
+    "rng": "mesh sharding",
+    "comm": "utils mesh",
+    "recompute": "config rng mesh comm",
+    "precision": "utils config kernels comm mesh",
+    "tensor_parallel": "utils config kernels mesh comm rng sharding precision",
+    "context_parallel": "utils config kernels mesh comm rng",
+    "pipeline_parallel": "utils config mesh comm",
+    "dist_checkpointing": "utils config mesh comm sharding",
+    "distributed": "utils config mesh comm sharding precision",
+    "optimizer": "utils config kernels mesh comm sharding precision distributed",
+    "transformer": "utils config kernels mesh comm rng sharding recompute precision "
+    "tensor_parallel context_parallel",
+    "models": "utils config kernels mesh comm rng sharding recompute precision tensor_parallel "
+    "context_parallel transformer pipeline_parallel",
+    "inference": "models transformer tokenizers kernels mesh comm utils config",
+}
+
+
+def unit_of(module: str) -> str | None:
+    """Return the row of the table that a dotted module belongs to, or None outside core."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[:2] == ["megatron", "core"] else None
+
+
+def imports_of(path: Path, source: str | None = None) -> list[tuple[int, str]]:
+    """Return (line, dotted module) of every import in a file, inside functions too."""
+    tree = ast.parse(source if source is not None else path.read_text(encoding="utf-8"))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = path.relative_to(ROOT).with_suffix("").parts[: -node.level]
+                base = ".".join([*package, *([base] if base else [])])
+            # `from megatron.core import comm` names a module in its list.
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def violations(path: Path, source: str | None = None) -> list[str]:
+    """Return what a file imports against the table."""
+    unit = unit_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    wrong = []
+    for line, module in imports_of(path, source):
+        if not module.startswith("megatron."):
+            continue
+        target = unit_of(module)
+        if target is None:
+            allowed = unit is None
+        else:
+            allowed = target == unit or target in ALLOWED.get(unit or "", "").split()
+        if unit is not None and not allowed:
+            wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    return wrong
+
+
+def core_files() -> list[Path]:
+    return [path for path in sorted(CORE.rglob("*.py")) if path != CORE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", core_files(), ids=lambda p: str(p.relative_to(CORE)))
+def test_imports_follow_the_table(path: Path) -> None:
+    assert violations(path) == []
+
+
+def test_every_unit_has_a_row() -> None:
+    units = {unit_of(".".join(p.relative_to(ROOT).with_suffix("").parts)) for p in core_files()}
+    assert units <= set(ALLOWED)
+
+
+def test_a_violation_inside_a_function_is_seen() -> None:
+    path = CORE / "kernels" / "planted.py"
+    source = "def f():\n    from megatron.core import mesh\n    import megatron.training.step\n"
+    assert len(violations(path, source)) == 2
+
+
+def test_package_inits_are_empty() -> None:
+    inits = [path for path in (ROOT / "megatron").rglob("__init__.py") if path.stat().st_size]
+    assert inits == []
