@@ -1,0 +1,358 @@
+"""What a transformer is made of; every choice that changes the function it computes."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatron.core.config import Config, option
+from megatron.core.utils import UserError
+
+
+def parse_window(text: str) -> tuple[int, int] | None:
+    """Return (left, right) from ``"128,0"`` or ``"(128,0)"``; -1 means no limit on that side."""
+    parts = text.strip().strip("()").split(",")
+    try:
+        left, right = (int(part) for part in parts)
+    except ValueError:
+        raise UserError(f"--window-size is LEFT,RIGHT such as 128,0; not {text!r}") from None
+    return left, right
+
+
+def parse_pattern(text: str) -> int | tuple[int, ...]:
+    """Return a frequency, or one number per layer from an expression such as ``([0]*3+[1]*58)``.
+
+    Only integers, lists, ``+`` and ``*`` are understood; nothing is evaluated as code.
+    """
+    text = text.strip()
+    if text.lstrip("-").isdigit():
+        return int(text)
+    total: list[int] = []
+    for term in text.removeprefix("(").removesuffix(")").split("+"):
+        body, _, repeat = term.strip().partition("*")
+        try:
+            items = [
+                int(item) for item in body.strip().removeprefix("[").removesuffix("]").split(",")
+            ]
+            total += items * (int(repeat) if repeat else 1)
+        except ValueError:
+            raise UserError(
+                f"a layer pattern is a number or lists such as ([0]*3+[1]*58); not {text!r}"
+            ) from None
+    return tuple(total)
+
+
+class PositionConfig(Config):
+    """How a token's position reaches the model."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "none"] = option(
+        "learned_absolute"
+    )
+    """Learned vectors, rotary (plain or YaRN-scaled), linear attention biases, or nothing."""
+
+    max_position_embeddings: int = option(derived="--seq-length")
+    """Longest position: rows of the learned table, and what rotary scaling starts from."""
+
+    rotary_base: int = option(10000)
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = option(1.0)
+    """Share of each head's channels that rotate; the leading ones."""
+
+    rotary_interleaved: bool = option(False)
+    """Pair even and odd channels instead of the two halves."""
+
+    rotary_seq_len_interpolation_factor: int | None = option(None)
+    """Divide positions by this factor."""
+
+    use_rope_scaling: bool = option(False)
+    """Rescale frequencies as Llama 3.x does."""
+
+    rope_scaling_factor: float = option(8.0)
+    """Factor of that rescaling."""
+
+    yarn_rotary_scaling_factor: float = option(1.0)
+    """How many times the context is extended by YaRN."""
+
+    yarn_original_max_position_embeddings: int = option(derived="--max-position-embeddings")
+    """Context before YaRN's extension."""
+
+    yarn_beta_fast: float = option(32.0)
+    """Rotations per context above which a frequency is left alone."""
+
+    yarn_beta_slow: float = option(1.0)
+    """Rotations per context below which a frequency is interpolated."""
+
+    yarn_mscale: float = option(1.0)
+    """Strength of YaRN's attention temperature."""
+
+    yarn_mscale_all_dim: float = option(0.0)
+    """Second term of that temperature."""
+
+    yarn_correction_range_round_to_int: bool = option(True)
+    """Round the ends of YaRN's ramp to whole channels."""
+
+    no_rope_freq: int | tuple[int, ...] | None = option(None, parse=parse_pattern)
+    """Layers without rotary positions: every N-th, or a pattern with 1 for such a layer."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let positions reach as far as the sequence."""
+        longest = values.get("max_position_embeddings") or values.get("seq_length")
+        return {
+            "max_position_embeddings": longest,
+            "yarn_original_max_position_embeddings": longest,
+        }
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.rotary_percent <= 1.0:
+            raise UserError(f"--rotary-percent ({self.rotary_percent}) must lie in (0, 1]")
+
+    @property
+    def is_rotary(self) -> bool:
+        """Queries and keys are rotated."""
+        return self.position_embedding_type in ("rope", "yarn")
+
+    def layer_rotates(self, layer: int) -> bool:
+        """Return whether layer ``layer`` (from 0) rotates its queries and keys."""
+        if self.no_rope_freq is None or not self.is_rotary:
+            return self.is_rotary
+        if isinstance(self.no_rope_freq, int):
+            return (layer + 1) % self.no_rope_freq != 0
+        return self.no_rope_freq[layer] == 0
+
+
+class NormConfig(Config):
+    """Normalisation before each block and at the end."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm")
+    """Kind of normalisation."""
+
+    norm_epsilon: float = option(1e-5, aliases=("--layernorm-epsilon",))
+    """Added to the variance."""
+
+    apply_layernorm_1p: bool = option(False)
+    """Store each gain as its difference from one, so that weight decay pulls it to one."""
+
+
+class MLPConfig(Config):
+    """The channel block."""
+
+    ffn_hidden_size: int = option(
+        derived="4 x --hidden-size; with --swiglu 8/3 of it, rounded to a multiple of 64"
+    )
+    """Width of the inner layer."""
+
+    swiglu: bool = option(False)
+    """Gate the inner layer with SiLU (Shazeer, 2020)."""
+
+    geglu: bool = option(False)
+    """Gate the inner layer with GELU."""
+
+    quick_geglu: bool = option(False)
+    """Gate the inner layer with the sigmoid approximation of GELU."""
+
+    squared_relu: bool = option(False)
+    """Square a ReLU (So et al., 2021)."""
+
+    openai_gelu: bool = option(False)
+    """Use the tanh approximation of GELU."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return Megatron's widths: four times hidden, or 8/3 for a gated unit."""
+        hidden = values["hidden_size"]
+        if values["swiglu"]:
+            return {"ffn_hidden_size": int((4 * hidden * 2 / 3) / 64) * 64 or 64}
+        return {"ffn_hidden_size": 4 * hidden}
+
+    def __post_init__(self) -> None:
+        named = {
+            "--swiglu": self.swiglu,
+            "--geglu": self.geglu,
+            "--quick-geglu": self.quick_geglu,
+            "--squared-relu": self.squared_relu,
+            "--openai-gelu": self.openai_gelu,
+        }
+        chosen = [flag for flag, value in named.items() if value]
+        if len(chosen) > 1:
+            raise UserError(f"{' and '.join(chosen)} exclude each other; keep one")
+
+    @property
+    def activation(self) -> str:
+        """Return the name of the activation in `megatron.core.kernels`."""
+        if self.swiglu:
+            return "swiglu"
+        if self.geglu:
+            return "geglu"
+        if self.quick_geglu:
+            return "quick_geglu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "gelu_tanh" if self.openai_gelu else "gelu"
+
+    @property
+    def is_gated(self) -> bool:
+        """The first matrix makes a gate and a value."""
+        return self.swiglu or self.geglu or self.quick_geglu
+
+
+class AttentionConfig(Config):
+    """Self-attention."""
+
+    num_attention_heads: int = option()
+    """Query heads."""
+
+    group_query_attention: bool = option(False)
+    """Share key and value heads between query heads (Ainslie et al., 2023)."""
+
+    num_query_groups: int = option(
+        derived="--num-attention-heads unless --group-query-attention; then it must be given"
+    )
+    """Key and value heads; used with --group-query-attention."""
+
+    kv_channels: int = option(derived="--hidden-size / --num-attention-heads")
+    """Channels of a head."""
+
+    attention_dropout: float = option(0.1)
+    """Dropout on attention probabilities."""
+
+    add_qkv_bias: bool = option(False)
+    """Give the query, key and value projections a bias even without other biases."""
+
+    qk_layernorm: bool = option(False)
+    """Normalise each head's queries and keys, with learned gains."""
+
+    qk_l2_norm: bool = option(False)
+    """Divide each head's queries and keys by their root mean square, without gains."""
+
+    window_size: tuple[int, int] | None = option(None, parse=parse_window, metavar="LEFT,RIGHT")
+    """Sliding window: how many tokens to the left and right a token sees; -1 is no limit."""
+
+    window_attn_skip_freq: int | tuple[int, ...] | None = option(None, parse=parse_pattern)
+    """Layers with full attention under a window: every N-th, or a pattern with 0 for such a layer."""
+
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option("vanilla")
+    """Plain softmax, one with a fixed extra zero logit, or with a learned one per head."""
+
+    attention_softcap: float | None = option(None)
+    """Squash attention logits to (-x, x) by x tanh(logit / x)."""
+
+    apply_query_key_layer_scaling: bool = option(False)
+    """Divide logits by the layer number and multiply back in the softmax (fp16 stability)."""
+
+    attention_softmax_in_fp32: bool = option(True)
+    """Compute the softmax in fp32 or better, which every backend does."""
+
+    softmax_scale: float | None = option(None)
+    """Factor on query-key products; one over the root of a head's channels when absent."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return one group per head and heads that fill the hidden size."""
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        derived = {"kv_channels": hidden // heads}
+        # Megatron's default is 1 group, which counts only with the switch.
+        derived["num_query_groups"] = 1 if values["group_query_attention"] else heads
+        return derived
+
+    def __post_init__(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads <= 0 or groups <= 0 or heads % groups:
+            raise UserError(
+                f"--num-attention-heads ({heads}) must be a multiple of --num-query-groups "
+                f"({groups}); try {[n for n in range(1, heads + 1) if heads % n == 0]} groups"
+            )
+        if self.qk_layernorm and self.qk_l2_norm:
+            raise UserError("--qk-layernorm and --qk-l2-norm exclude each other; drop one")
+        if not 0.0 <= self.attention_dropout < 1.0:
+            raise UserError(f"--attention-dropout ({self.attention_dropout}) must lie in [0, 1)")
+
+    def layer_window(self, layer: int) -> tuple[int, int] | None:
+        """Return the window of layer ``layer`` (from 0), or None for full attention."""
+        skip = self.window_attn_skip_freq
+        if self.window_size is None:
+            return None
+        if skip is None:
+            return self.window_size
+        if isinstance(skip, int):
+            return None if (layer + 1) % skip == 0 else self.window_size
+        return self.window_size if skip[layer] else None
+
+
+class InitConfig(Config):
+    """How weights start."""
+
+    init_method_std: float = option(0.02)
+    """Standard deviation of normal initial weights."""
+
+    embedding_init_method_std: float = option(derived="--init-method-std")
+    """Standard deviation of the embedding and of an untied head."""
+
+    init_method_xavier_uniform: bool = option(False)
+    """Draw from a uniform distribution of Glorot's width instead."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let embeddings start as other weights do."""
+        return {"embedding_init_method_std": values["init_method_std"]}
+
+
+class TransformerConfig(Config):
+    """A stack of layers, what goes in and what comes out."""
+
+    num_layers: int = option()
+    """Transformer layers."""
+
+    hidden_size: int = option()
+    """Width of the residual stream."""
+
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+    position: PositionConfig
+    init: InitConfig
+
+    hidden_dropout: float = option(0.1)
+    """Dropout on the embedding and on what each block adds."""
+
+    add_bias_linear: bool = option(True, aliases={"--disable-bias-linear": False})
+    """Give every linear layer a bias."""
+
+    untie_embeddings_and_output_weights: bool = option(False)
+    """Give the output head a matrix of its own."""
+
+    embedding_multiplier: float = option(1.0)
+    """Factor on the embedding's output."""
+
+    logit_multiplier: float = option(1.0)
+    """Factor on the logits."""
+
+    logit_softcap: float | None = option(None)
+    """Squash logits to (-x, x) by x tanh(logit / x)."""
+
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = option("auto")
+    """Implementation of attention; `auto` takes the fastest there is."""
+
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = option("auto")
+    """Implementation of the other operations; `auto` takes the fastest there is."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.hidden_size < 1:
+            raise UserError(
+                f"--num-layers ({self.num_layers}) and --hidden-size ({self.hidden_size}) "
+                "must be at least 1"
+            )
+        if not 0.0 <= self.hidden_dropout < 1.0:
+            raise UserError(f"--hidden-dropout ({self.hidden_dropout}) must lie in [0, 1)")
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        for flag, value in (
+            ("--no-rope-freq", self.position.no_rope_freq),
+            ("--window-attn-skip-freq", self.attention.window_attn_skip_freq),
+        ):
+            if isinstance(value, tuple) and len(value) != self.num_layers:
+                raise UserError(
+                    f"{flag} names {len(value)} layers, --num-layers is {self.num_layers}"
+                )
+            if isinstance(value, int) and value < 1:
+                raise UserError(f"{flag} ({value}) must be at least 1")
