@@ -1,0 +1,133 @@
+"""What a user says about the training data."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatron.core.config import Config, option
+from megatron.core.datasets.split import parse_split
+from megatron.core.utils import UserError
+
+LEGACY_SPLIT = "969, 30, 1"
+PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+
+
+class DataConfig(Config):
+    """Where the samples come from and how they are cut from the corpora."""
+
+    data_path: tuple[str, ...] | None = option(None, metavar="[WEIGHT] PREFIX")
+    """Token files, by prefix: ``PREFIX`` for one, ``WEIGHT PREFIX WEIGHT PREFIX ...`` for a blend,
+    ``PREFIX PREFIX ...`` for a blend by size. Each is cut into splits by --split."""
+
+    train_data_path: tuple[str, ...] | None = option(None, metavar="[WEIGHT] PREFIX")
+    """Token files for training alone, as in --data-path."""
+
+    valid_data_path: tuple[str, ...] | None = option(None, metavar="[WEIGHT] PREFIX")
+    """Token files for validation alone."""
+
+    test_data_path: tuple[str, ...] | None = option(None, metavar="[WEIGHT] PREFIX")
+    """Token files for testing alone."""
+
+    data_args_path: str | None = option(None)
+    """File that holds what would follow --data-path, for lists too long for a command line."""
+
+    per_split_data_args_path: str | None = option(None)
+    """JSON file with keys train, valid and test, each a list as in --data-path."""
+
+    split: str | None = option(derived="'969, 30, 1' with --data-path, 1,1,1 with --mock-data")
+    """Relative shares of training, validation and testing, such as 90,5,5."""
+
+    data_cache_path: str | None = option(None)
+    """Folder of the index files; by default PREFIX/cache beside each corpus."""
+
+    mock_data: bool = option(False)
+    """Train on synthetic tokens."""
+
+    seq_length: int = option()
+    """Tokens in a sample."""
+
+    num_workers: int = option(2)
+    """Processes that read samples ahead of the training loop; 0 reads in the loop itself."""
+
+    reset_position_ids: bool = option(False)
+    """Count positions from zero again after each end-of-document token."""
+
+    reset_attention_mask: bool = option(False)
+    """Keep attention inside each document, split at end-of-document tokens."""
+
+    eod_mask_loss: bool = option(False)
+    """Take no loss at end-of-document tokens."""
+
+    dataloader_type: Literal["single", "cyclic"] = option(derived="single")
+    """Order of samples: ``single`` walks the shuffled data set once, ``cyclic`` shuffles it again
+    for each pass."""
+
+    full_validation: bool = option(False)
+    """Evaluate on the whole validation set, once through."""
+
+    multiple_validation_sets: bool = option(False)
+    """Evaluate on each validation corpus by itself rather than on their blend."""
+
+    num_dataset_builder_threads: int = option(1)
+    """Threads that build the indexes of a blend's corpora."""
+
+    mid_level_dataset_surplus: float = option(0.005)
+    """Share of samples built beyond what a blend asks of each corpus, against rounding."""
+
+    mmap_bin_files: bool = option(True)
+    """Map token files into memory; off, read them with ordinary file reads."""
+
+    ignore_tokenizer_mismatch: bool = option(False)
+    """Train although the corpus was made with another tokenizer than the model's."""
+
+    index_build_timeout: int = option(1800)
+    """Seconds that a process waits for index files that another process builds."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Choose the order of samples and the split that goes with the source."""
+        derived: dict[str, Any] = {"dataloader_type": "single"}
+        if values["data_path"] or values["data_args_path"]:
+            derived["split"] = LEGACY_SPLIT
+        elif values["mock_data"]:
+            derived["split"] = "1,1,1"
+        return derived
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise UserError(f"--seq-length ({self.seq_length}) must be at least 1")
+        for name in ("num_workers", "mid_level_dataset_surplus"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{_flag(name)} ({getattr(self, name)}) must not be negative")
+        for name in ("num_dataset_builder_threads", "index_build_timeout"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{_flag(name)} ({getattr(self, name)}) must be at least 1")
+        sources = self.sources
+        if len(sources) > 1 and set(sources) - set(map(_flag, PER_SPLIT)):
+            raise UserError(f"{' and '.join(sources)} each name the data; keep one of them")
+        if self.split is not None:
+            parse_split(self.split)
+            if sources and not self.split_applies:
+                raise UserError(
+                    f"--split {self.split!r} says how to cut one corpus, but {sources[0]} already "
+                    "names the corpora of each split; remove --split"
+                )
+
+    @property
+    def sources(self) -> list[str]:
+        """The flags that name data, as given."""
+        names = ("data_path", "data_args_path", *PER_SPLIT, "per_split_data_args_path", "mock_data")
+        return [_flag(name) for name in names if getattr(self, name)]
+
+    @property
+    def split_applies(self) -> bool:
+        """Whether the corpora are cut by --split rather than named for each split."""
+        return bool(self.data_path or self.data_args_path or self.mock_data)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether samples carry document boundaries for attention."""
+        return self.reset_attention_mask
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
