@@ -1,0 +1,183 @@
+"""What an optimizer and its schedules are told; nothing here imports torch."""
+
+from typing import Literal
+
+from megatron.core.config import Config, option
+from megatron.core.utils import UserError
+
+
+class OptimizerConfig(Config):
+    """The update rule and what is done to the gradient before it."""
+
+    optimizer: Literal["adam", "sgd"] = option("adam")
+    """Update rule."""
+
+    weight_decay: float = option(0.01)
+    """Decay coefficient of matrices and embeddings; biases and norms are not decayed."""
+
+    apply_wd_to_qk_layernorm: bool = option(False)
+    """Decay the gains of the query and key norms too."""
+
+    decoupled_weight_decay: bool = option(True)
+    """Shrink weights beside Adam's step (AdamW); off, add the decay to the gradient (L2)."""
+
+    clip_grad: float = option(1.0)
+    """Largest global gradient norm; a larger gradient is scaled down to it, 0 turns this off."""
+
+    adam_beta1: float = option(0.9)
+    """Decay of Adam's first moment."""
+
+    adam_beta2: float = option(0.999)
+    """Decay of Adam's second moment."""
+
+    adam_eps: float = option(1e-8)
+    """Term that keeps Adam's denominator above zero."""
+
+    sgd_momentum: float = option(0.9)
+    """Momentum of SGD."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "clip_grad", "adam_eps", "sgd_momentum"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise UserError(f"{_flag(name)} ({value}) must not be negative")
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise UserError(f"{_flag(name)} ({value}) must be at least 0 and below 1")
+
+
+class ScheduleConfig(Config):
+    """Learning rate and weight decay over the run.
+
+    With --train-iters lengths are given in iterations, with --train-samples in samples; they hold
+    as it was given while the batch size ramps up.
+    """
+
+    lr: float | None = option(None)
+    """Peak learning rate."""
+
+    min_lr: float = option(0.0)
+    """Learning rate at the end of the decay and after it."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+        "linear"
+    )
+    """How the rate falls from its peak."""
+
+    lr_decay_iters: int | None = option(None)
+    """Iteration at which the decay ends; the run's last when absent."""
+
+    lr_decay_samples: int | None = option(None)
+    """Sample at which the decay ends; the run's last when absent."""
+
+    lr_warmup_fraction: float | None = option(None)
+    """Length of the warm-up as a fraction of the decay's."""
+
+    lr_warmup_iters: int = option(0)
+    """Length of the warm-up in iterations."""
+
+    lr_warmup_samples: int = option(0)
+    """Length of the warm-up in samples."""
+
+    lr_warmup_init: float = option(0.0)
+    """Learning rate that the warm-up starts from."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential"
+    )
+    """How the rate falls at the end of a WSD schedule."""
+
+    lr_wsd_decay_iters: int | None = option(None)
+    """Length of that fall in iterations."""
+
+    lr_wsd_decay_samples: int | None = option(None)
+    """Length of that fall in samples."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option("constant")
+    """How weight decay goes from --start-weight-decay to --end-weight-decay over the run."""
+
+    start_weight_decay: float | None = option(None)
+    """Weight decay at the start; absent with the constant style."""
+
+    end_weight_decay: float | None = option(None)
+    """Weight decay at the end; absent with the constant style."""
+
+    override_opt_param_scheduler: bool = option(
+        False,
+        flag="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
+    )
+    """Take the schedule from the flags although the checkpoint holds another one."""
+
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        flag="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
+    )
+    """Take the schedule from the checkpoint although the flags give another one."""
+
+    def __post_init__(self) -> None:
+        self._check_rates()
+        self._check_lengths()
+        self._check_weight_decay()
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise UserError(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude "
+                "each other; drop one"
+            )
+
+    def _check_rates(self) -> None:
+        if not self.min_lr >= 0:
+            raise UserError(f"--min-lr ({self.min_lr}) must not be negative")
+        if self.lr is None:
+            return
+        if not self.lr >= self.min_lr:
+            raise UserError(f"--lr ({self.lr}) must be at least --min-lr ({self.min_lr})")
+        if not 0 <= self.lr_warmup_init <= self.lr:
+            raise UserError(
+                f"--lr-warmup-init ({self.lr_warmup_init}) must be from 0 to --lr ({self.lr})"
+            )
+
+    def _check_lengths(self) -> None:
+        for name in ("lr_decay_iters", "lr_decay_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{_flag(name)} ({value}) must be at least 1")
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{_flag(name)} ({getattr(self, name)}) must not be negative")
+        if self.lr_warmup_fraction is not None:
+            if not 0 <= self.lr_warmup_fraction < 1:
+                raise UserError(
+                    f"--lr-warmup-fraction ({self.lr_warmup_fraction}) must be at least 0 and "
+                    "below 1"
+                )
+            for name in ("lr_warmup_iters", "lr_warmup_samples"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"--lr-warmup-fraction ({self.lr_warmup_fraction}) and {_flag(name)} "
+                        f"({getattr(self, name)}) both give the warm-up; drop one"
+                    )
+
+    def _check_weight_decay(self) -> None:
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            if start is not None or end is not None:
+                raise UserError(
+                    "--start-weight-decay and --end-weight-decay need "
+                    "--weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
+                )
+        elif start is None or end is None:
+            raise UserError(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs both "
+                f"--start-weight-decay ({start}) and --end-weight-decay ({end})"
+            )
+        elif not 0 <= start <= end:
+            raise UserError(
+                f"--start-weight-decay ({start}) must be from 0 to --end-weight-decay ({end})"
+            )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
