@@ -1,0 +1,117 @@
+"""The lines a run prints, as pure functions of numbers.
+
+The training line keeps the order, names and number formats that people's log parsers read; fields
+of our own stand after those.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """What the iterations since the last training line amount to."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    skipped_samples: int = 0
+    elapsed_ms: float
+    """Mean per iteration."""
+    learning_rate: float
+    global_batch_size: int
+    losses: Mapping[str, float]
+    """Means over the interval's iterations that were not skipped; NaN when all were."""
+    loss_scale: float = 1.0
+    grad_norm: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    skipped: int = 0
+    nan: int = 0
+    throughput: float | None = None
+    """TFLOP/s per GPU, shown with --log-throughput."""
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    epochs: Sequence[tuple[str, float]] = field(default=())
+    """How far into each data source the run is, in epochs."""
+
+
+def training_line(now: datetime, interval: Interval) -> str:
+    """Return the line of one log interval."""
+    fields = [
+        f" iteration {interval.iteration:8d}/{interval.train_iters:8d}",
+        f" consumed samples: {interval.consumed_samples:12d}",
+    ]
+    if interval.skipped_samples:
+        fields.append(f" skipped samples: {interval.skipped_samples:12d}")
+    fields.append(f" elapsed time per iteration (ms): {interval.elapsed_ms:.1f}")
+    if interval.throughput is not None:
+        fields.append(f" throughput per GPU (TFLOP/s/GPU): {interval.throughput:.1f}")
+    fields += [
+        f" learning rate: {interval.learning_rate:.6E}",
+        f" global batch size: {interval.global_batch_size:5d}",
+    ]
+    fields += [f" {name}: {value:.6E}" for name, value in interval.losses.items()]
+    fields.append(f" loss scale: {interval.loss_scale:.1f}")
+    if interval.grad_norm is not None:
+        fields.append(f" grad norm: {interval.grad_norm:.3f}")
+    if interval.num_zeros is not None:
+        fields.append(f" num zeros: {interval.num_zeros}")
+    if interval.params_norm is not None:
+        fields.append(f" params norm: {interval.params_norm:.3f}")
+    fields += [
+        f" number of skipped iterations: {interval.skipped:3d}",
+        f" number of nan iterations: {interval.nan:3d}",
+    ]
+    if interval.tokens_per_second is not None:
+        fields.append(f" tokens per second: {interval.tokens_per_second:.0f}")
+    if interval.eta_seconds is not None:
+        fields.append(f" ETA: {duration(interval.eta_seconds)}")
+    if interval.epochs:
+        fields.append(" data epochs: " + ", ".join(f"{n} {e:.2f}" for n, e in interval.epochs))
+    return f" [{now:%Y-%m-%d %H:%M:%S.%f}]" + " |".join(fields) + " |"
+
+
+def validation_lines(where: str, losses: Mapping[str, float], name: str = "") -> str:
+    """Return the result of an evaluation between dashed rules.
+
+    Args:
+        where: such as ``iteration 100`` or ``iteration 100 on test set``.
+        losses: mean loss per name.
+        name: of the validation set, when there are several.
+    """
+    subject = f"validation loss {name} at".replace("  ", " ") if name else "validation loss at"
+    line = f" {subject} {where} | "
+    for key, value in losses.items():
+        line += f"{key} value: {value:.6E} | {key} PPL: {perplexity(value):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), capped where it would only be a number of digits."""
+    return math.exp(min(20.0, loss)) if loss == loss else math.nan
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as ``1:02:03``, with days before that when there are any."""
+    total = max(0, round(seconds))
+    days, rest = divmod(total, 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}d {text}" if days else text
+
+
+def parameter_line(stage: int, tensor: int, count: int) -> str:
+    """Return the line with the number of parameters that one model-parallel rank holds."""
+    return (
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {stage}): "
+        f"{count}"
+    )
+
+
+def memory_line(rank: int, iteration: int, memory: Mapping[str, float]) -> str:
+    """Return the line with memory in MB after the first iterations."""
+    fields = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in memory.items())
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"

@@ -1,0 +1,116 @@
+"""From a launch to a mesh: device, threads, determinism, process groups.
+
+The environment is read, not written, with one exception that is announced: `--deterministic-mode`
+on CUDA needs CUBLAS_WORKSPACE_CONFIG before the first matrix product.
+"""
+
+import os
+from collections.abc import Callable, MutableMapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.mesh import Mesh
+from megatron.core.utils import UserError
+from megatron.training.config import RunConfig
+from megatron.training.launch import Launch, local_device
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def create_mesh(
+    config: RunConfig,
+    launch: Launch,
+    say: Callable[[str], None],
+    environ: MutableMapping[str, str] = os.environ,
+) -> Mesh:
+    """Choose the device, connect the processes and return this run's mesh.
+
+    A collective of the world when there are several processes.
+
+    Raises:
+        UserError: the device, the backend or the layout cannot be had here.
+    """
+    device = choose_device(config.process.device, launch)
+    backend = choose_backend(config.process.distributed_backend, device)
+    set_threads(device, launch, environ, say)
+    if config.training.deterministic_mode:
+        be_deterministic(device, environ, say)
+    # Every draw of the model's is keyed; this is for randomness of a user's own code.
+    torch.manual_seed(config.training.seed)
+    config.parallel.grids(launch.world_size)  # a layout that cannot be is refused before waiting
+    if launch.world_size == 1:
+        return Mesh.serial(device)
+    connect(launch, backend, config.process.distributed_timeout_minutes, environ)
+    return Mesh.create(config.parallel, device)
+
+
+def choose_device(asked: str, launch: Launch) -> torch.device:
+    """Return the device of this process, made current if it is a CUDA one."""
+    available = torch.cuda.is_available()
+    if asked == "cpu" or (asked == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise UserError(
+            f"--device {asked}: torch {torch.__version__} sees no CUDA device here; give "
+            "--device cpu to run on the CPU"
+        )
+    device = torch.device("cuda", local_device(launch.local_rank, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(asked: str, device: torch.device) -> str:
+    """Return the library for collectives on ``device``."""
+    if device.type == "cpu":
+        return "gloo"  # what only exists on CUDA maps to the CPU's own
+    return "nccl" if asked == "auto" else asked
+
+
+def set_threads(
+    device: torch.device,
+    launch: Launch,
+    environ: MutableMapping[str, str],
+    say: Callable[[str], None],
+) -> None:
+    """Share the cores between the processes of a machine, unless OMP_NUM_THREADS says how."""
+    if device.type != "cpu" or launch.world_size == 1 or "OMP_NUM_THREADS" in environ:
+        return
+    processes = launch.local_world_size or launch.world_size
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    torch.set_num_threads(threads)
+    say(f"threads per process: {threads} (set OMP_NUM_THREADS to choose)")
+
+
+def be_deterministic(
+    device: torch.device, environ: MutableMapping[str, str], say: Callable[[str], None]
+) -> None:
+    """Make torch refuse operations whose results differ from run to run."""
+    if device.type == "cuda" and _CUBLAS not in environ:
+        environ[_CUBLAS] = ":4096:8"
+        say(f"--deterministic-mode: set {_CUBLAS}=:4096:8, which cuBLAS needs")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def connect(
+    launch: Launch, backend: str, timeout_minutes: int, environ: MutableMapping[str, str]
+) -> None:
+    """Join the world; fails after the time limit when some process does not come."""
+    # torchrun keeps a store at the meeting point already, which only env:// knows how to use.
+    from_environment = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= set(environ)
+    address = f"tcp://{launch.master_addr}:{launch.master_port}"
+    dist.init_process_group(
+        backend,
+        init_method="env://" if from_environment else address,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
+
+
+def disconnect() -> None:
+    """Leave the world, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
