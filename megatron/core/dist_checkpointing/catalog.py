@@ -1,0 +1,196 @@
+"""The folder that holds a run's checkpoints: which there are, which is to be loaded, which may go.
+
+    SAVE/iter_0000010/                          a checkpoint; `format.open_complete` knows if whole
+    SAVE/latest_checkpointed_iteration.txt      the tracker: an iteration, or ``release``
+    SAVE/iter_0000020.partial/                  a save that has not ended (or never will)
+
+Whoever starts takes the newest complete checkpoint. The tracker decides which that is: it moves
+after each save, and somebody may set it back by hand. Only a checkpoint published after the tracker
+was last written is newer (a save that was stopped between its two steps), and a damaged one falls
+through to the one before it. Everything passed over is named with its reason.
+"""
+
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from megatron.core.dist_checkpointing.format import INDEX, CheckpointError, Index, open_complete
+from megatron.core.dist_checkpointing.save import PARTIAL, REPLACED
+from megatron.core.utils import atomic_path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE: Final = "release"
+PIN = "keep"
+"""A file of this name in a checkpoint's folder protects it from retention."""
+DELETED = ".deleted"
+"""Ending of a folder that is being removed."""
+
+Name: TypeAlias = int | Literal["release"]
+
+
+def folder_name(name: Name) -> str:
+    """Return the name of a checkpoint's folder."""
+    return name if isinstance(name, str) else f"iter_{name:07d}"
+
+
+def _parse(folder: str) -> Name | None:
+    if folder == RELEASE:
+        return RELEASE
+    digits = folder.removeprefix("iter_")
+    return int(digits) if folder.startswith("iter_") and digits.isdigit() else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint."""
+
+    name: Name
+    folder: Path
+    index: Index
+
+    @property
+    def published(self) -> float:
+        """Return when it was published, in seconds since the epoch."""
+        return float(self.index.facts.get("published", 0.0))
+
+    @property
+    def written(self) -> float:
+        """Return when the file system saw its index last."""
+        return os.stat(self.folder / INDEX).st_mtime
+
+
+@dataclass
+class Catalog:
+    """What a folder of checkpoints holds."""
+
+    root: Path
+    tracker: Name | None = None
+    complete: list[Found] = field(default_factory=list)
+    ignored: dict[Path, str] = field(default_factory=dict)
+    """Reason by path."""
+    unfinished: list[Path] = field(default_factory=list)
+    """Saves that never ended: no checkpoints, and no reason to stop."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing here claims to be a checkpoint."""
+        return not self.complete and not self.ignored
+
+
+def read_tracker(root: Path) -> Name | None:
+    """Return what the tracker names; None when there is no tracker.
+
+    Raises:
+        CheckpointError: it holds neither a number nor ``release``.
+    """
+    path = root / TRACKER
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdecimal():
+        raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration or 'release'")
+    return int(text)
+
+
+def write_tracker(root: Path, name: Name) -> None:
+    """Make ``name`` the newest checkpoint."""
+    with atomic_path(root / TRACKER) as temporary:
+        temporary.write_text(str(name), encoding="utf-8")
+
+
+def scan(root: Path) -> Catalog:
+    """Return what ``root`` holds; an absent folder holds nothing."""
+    catalog = Catalog(root)
+    try:
+        catalog.tracker = read_tracker(root)
+    except CheckpointError as error:
+        catalog.ignored[root / TRACKER] = str(error)
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    names = {path.name for path in folders}
+    for folder in folders:
+        # A replaced checkpoint counts while the new one of its name is not there.
+        name = folder.name.removesuffix(REPLACED)
+        if name != folder.name and name in names:
+            continue
+        parsed = _parse(name)
+        if folder.name.endswith(PARTIAL):
+            catalog.unfinished.append(folder)
+        elif parsed is not None:
+            _examine(catalog, parsed, folder)
+    named = {_parse(path.name.removesuffix(REPLACED)) for path in folders}
+    if catalog.tracker is not None and catalog.tracker not in named:
+        path = root / folder_name(catalog.tracker)
+        catalog.ignored[path] = f"the tracker {TRACKER} names it, but it does not exist"
+    return catalog
+
+
+def _examine(catalog: Catalog, name: Name, folder: Path) -> None:
+    foreign = foreign_format(folder)
+    if foreign is not None:
+        catalog.ignored[folder] = f"it is in the format {foreign}, which this program cannot read"
+        return
+    try:
+        catalog.complete.append(Found(name, folder, open_complete(folder)))
+    except CheckpointError as error:
+        catalog.ignored[folder] = str(error)
+
+
+def foreign_format(folder: Path) -> str | None:
+    """Return the format of a checkpoint that another program wrote; None if it is none."""
+    if (folder / INDEX).exists():
+        return None
+    if (folder / ".metadata").exists():
+        return "torch_dist or torch_dcp (Megatron)"
+    if next(folder.glob("mp_rank_*/*.pt"), None) is not None:
+        return "torch (Megatron)"
+    return None
+
+
+def newest(catalog: Catalog) -> Found | None:
+    """Return the checkpoint to load; None when none is complete."""
+    by_age = sorted(catalog.complete, key=lambda found: (found.published, str(found.name)))
+    tracked = next((found for found in by_age if found.name == catalog.tracker), None)
+    if tracked is None:
+        return by_age[-1] if by_age else None
+    moved = os.stat(catalog.root / TRACKER).st_mtime
+    later = [
+        found for found in by_age if found.published > tracked.published and found.written > moved
+    ]
+    return later[-1] if later else tracked
+
+
+def prune(
+    root: Path, keep_last: int, retain_interval: int | None, pinned: Collection[int]
+) -> list[Path]:
+    """Remove older complete checkpoints and return their folders; rank 0 alone calls this.
+
+    Kept are the newest ``keep_last`` up to the one that the tracker names, multiples of
+    ``retain_interval``, ``pinned`` iterations, folders with a file called ``keep``, and all that is
+    not complete, not in our format, or beyond the tracker. A folder is renamed before it is
+    removed, so a stop in between leaves no checkpoint that looks whole.
+    """
+    for leftover in root.glob(f"*{DELETED}"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    catalog = scan(root)
+    if not isinstance(catalog.tracker, int):
+        return []
+    limit = catalog.tracker
+    older = [found for found in catalog.complete if isinstance(found.name, int)]
+    older = sorted((f for f in older if int(f.name) <= limit), key=lambda f: int(f.name))
+    removed = []
+    for found in older[:-keep_last]:
+        iteration = int(found.name)
+        retained = retain_interval is not None and iteration % retain_interval == 0
+        if retained or iteration in pinned or (found.folder / PIN).exists():
+            continue
+        doomed = found.folder.with_name(found.folder.name + DELETED)
+        os.rename(found.folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+        removed.append(found.folder)
+    return removed

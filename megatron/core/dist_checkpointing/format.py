@@ -1,0 +1,225 @@
+"""The files of a checkpoint: raw bytes of boxes, and one JSON file that says where each lies.
+
+    iter_0000010/
+        rank00000.bin ...   boxes one after the other, row-major, little-endian, aligned to 64 bytes
+        checkpoint.json     format and version, facts of the run, files with sizes, and for each
+                            logical tensor its dtype, shape and boxes (file, offset, crc32, extent)
+
+``checkpoint.json`` is written last, and closes with a hash of itself: as it holds every box's
+checksum, that hash names the content of the whole checkpoint. Nothing here is ever unpickled.
+
+Why not ``torch.distributed.checkpoint``: its planner can carry these boxes, but its metadata is a
+pickle, its storage keeps each tensor as a ``torch.save`` archive, and its saves gather plans over
+a process group, from a background thread when asynchronous. With own metadata, own storage and own
+planners nothing of it would be left but that gather, which is not needed: a rank's part of the
+index does not depend on the other ranks, and rank 0 joins the parts when it publishes.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.dist_checkpointing.plan import volume
+from megatron.core.sharding import Box
+from megatron.core.utils import UserError, atomic_path
+
+INDEX = "checkpoint.json"
+FORMAT = "megatron-boxes"
+VERSION = 1
+ALIGNMENT = 64
+CHUNK = 16 * 2**20
+"""Bytes that one read, write or staging buffer moves at a time."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 "
+        "bool"
+    ).split()
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used, and why."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as metadata holds it."""
+    assert dtype in _NAMES, f"{dtype} cannot be stored"
+    return _NAMES[dtype]
+
+
+class StoredBox(NamedTuple):
+    """Where one box of a logical tensor lies."""
+
+    box: Box
+    file: str
+    offset: int
+    crc32: int
+
+
+@dataclass
+class StoredTensor:
+    """A logical tensor as the files hold it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[StoredBox] = field(default_factory=list)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype as torch's."""
+        return DTYPES[self.dtype]
+
+    def bytes_of(self, box: StoredBox) -> int:
+        """Return the size of one box in its file."""
+        return volume(box.box) * self.torch_dtype.itemsize
+
+
+@dataclass
+class Index:
+    """What ``checkpoint.json`` says; also a rank's part of it."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    """Size in bytes by file name."""
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    hash: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of all data files."""
+        return sum(self.files.values())
+
+    def text(self) -> str:
+        """Return the JSON text, one tensor to a line, its hash as last entry.
+
+        Raises:
+            ValueError: the facts hold something that JSON cannot (a NaN included).
+        """
+        tensors = {key: _pack(self.tensors[key]) for key in sorted(self.tensors)}
+        head = {"format": FORMAT, "version": VERSION, "byteorder": sys.byteorder}
+        body = f"{_json(head)[:-1]},\n"
+        body += f'"facts": {json.dumps(self.facts, indent=1, allow_nan=False)},\n'
+        body += f'"files": {_json(self.files)},\n"tensors": {{\n'
+        body += ",\n".join(f"{_json(key)}: {_json(value)}" for key, value in tensors.items())
+        body += '\n},\n"hash": '
+        return f'{body}"{_digest(body)}"}}\n'
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _digest(body: str) -> str:
+    return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
+
+
+def _pack(tensor: StoredTensor) -> dict[str, Any]:
+    boxes = [
+        [box.file, box.offset, box.crc32, [list(extent) for extent in box.box]]
+        for box in tensor.boxes
+    ]
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "boxes": boxes}
+
+
+def _unpack(value: Mapping[str, Any]) -> StoredTensor:
+    boxes = [
+        StoredBox(tuple((int(a), int(b)) for a, b in extents), str(file), int(offset), int(crc))
+        for file, offset, crc, extents in value["boxes"]
+    ]
+    if value["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {value['dtype']!r} is unknown")
+    return StoredTensor(value["dtype"], tuple(int(size) for size in value["shape"]), boxes)
+
+
+def write_index(index: Index, path: Path) -> None:
+    """Write ``index`` to ``path`` and set its hash; on return it is on disk, whole."""
+    text = index.text()
+    index.hash = text.rpartition('"hash": "')[2][:-3]
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def parse_index(text: str, origin: str) -> Index:
+    """Return what the JSON ``text`` of ``origin`` says.
+
+    Raises:
+        CheckpointError: it is not whole, or another format or version.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{origin} is not valid JSON: {error}") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise CheckpointError(f"{origin} is not the index of a checkpoint of format {FORMAT}")
+    if value.get("version") != VERSION:
+        raise CheckpointError(
+            f"{origin} has format version {value.get('version')}, this program reads {VERSION}; "
+            "use the program that wrote it, or a newer one"
+        )
+    if value.get("byteorder") != sys.byteorder:
+        raise CheckpointError(f"{origin} was written on a {value.get('byteorder')}-endian machine")
+    body, marker, _ = text.rpartition('"hash": ')
+    if value.get("hash") != _digest(body + marker):
+        raise CheckpointError(f"{origin} does not match its own hash: it was changed or damaged")
+    try:
+        tensors = {str(key): _unpack(item) for key, item in value["tensors"].items()}
+        files = {str(name): int(size) for name, size in value["files"].items()}
+        facts = dict(value["facts"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{origin} is malformed: {error!r}") from None
+    strange = [name for name in files if Path(name).name != name]
+    if strange:
+        raise CheckpointError(f"{origin} names files outside of its folder: {strange}")
+    return Index(facts, files, tensors, value["hash"])
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is absent, not whole, or of another version.
+    """
+    path = folder / INDEX
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {INDEX}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    return parse_index(text, str(path))
+
+
+def open_complete(folder: Path) -> Index:
+    """Return the index of a complete checkpoint.
+
+    Raises:
+        CheckpointError: the index is not whole, or a file is absent or has another size.
+    """
+    index = read_index(folder)
+    for name, size in index.files.items():
+        try:
+            found = os.stat(folder / name).st_size
+        except OSError:
+            raise CheckpointError(f"{folder / name} is missing") from None
+        if found != size:
+            raise CheckpointError(f"{folder / name} has {found} bytes instead of {size}")
+    return index
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once the names in ``folder`` are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,209 @@
+"""What a rank saves or fills, as boxes of logical tensors.
+
+An `Item` is one logical tensor and the part of it that this rank holds: pieces, each a box of the
+logical tensor and a view of local memory of the box's shape. Whole parameters and flat optimizer
+shards become items by the same two steps: cut what is held into boxes of the local tensor (a flat
+range of a row-major tensor is at most 2n-1 of them), then carry each through the regions of the
+parameter's `Sharding`. So any layout writes without moving a tensor, and any other reads the boxes
+it needs; rows that only pad a vocabulary lie in no region and are neither written nor read.
+
+Saving takes owners only (give ``coordinates``), loading everything that is held.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.sharding import Box, Region, Sharding, box_shape, box_slices, local_boxes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a logical tensor and the view of local memory that holds it."""
+
+    box: Box
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        assert tuple(self.tensor.shape) == box_shape(self.box), f"{self.tensor.shape} {self.box}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One logical tensor and the pieces of it that this rank holds (perhaps none)."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    sources: tuple[str, ...] = ()
+    """Stored keys to fill from, the first that exists; the item's own key when empty."""
+
+
+def of_tensor(
+    key: str,
+    record: Sharding,
+    tensor: Tensor,
+    *,
+    coordinates: Mapping[str, int] | None = None,
+    sources: Sequence[str] = (),
+) -> Item:
+    """Return the item of a whole local tensor with the layout of ``record``."""
+    data = tensor.detach()
+    pieces = tuple(
+        Piece(region.logical, data[box_slices(region.local)])
+        for region in _regions(record, coordinates)
+        if math.prod(box_shape(region.local))
+    )
+    return Item(key, record.shape, data.dtype, pieces, tuple(sources))
+
+
+def of_flat(
+    key: str,
+    record: Sharding,
+    local_shape: Sequence[int],
+    start: int,
+    data: Tensor,
+    *,
+    coordinates: Mapping[str, int] | None = None,
+    sources: Sequence[str] = (),
+) -> Item:
+    """Return the item of a flat shard: ``data`` holds elements from ``start`` of a local tensor.
+
+    Args:
+        key: name in the checkpoint.
+        record: what the local tensor is of the logical model.
+        local_shape: shape of the whole local tensor.
+        start: flat offset in it of the first element of ``data``.
+        data: contiguous, one-dimensional.
+        coordinates: position on the mesh, to take owned regions only; absent: all regions.
+        sources: see `Item`.
+    """
+    regions = _regions(record, coordinates)
+    flat = data.detach()
+    pieces = []
+    for box, offset in local_boxes(local_shape, start, start + flat.numel()):
+        shape = box_shape(box)
+        block = flat[offset - start : offset - start + math.prod(shape)].view(shape)
+        for region in regions:
+            common = intersection(box, region.local)
+            if common is not None:
+                logical = shifted(common, region.local, region.logical)
+                pieces.append(Piece(logical, block[box_slices(relative(common, box))]))
+    return Item(key, record.shape, flat.dtype, tuple(pieces), tuple(sources))
+
+
+def spread(items: Iterable[Item], replica: int, replicas: int) -> list[Item]:
+    """Return this replica's share of items that ``replicas`` ranks hold alike.
+
+    Every replica passes the same items in the same order. Elements of one dtype are numbered
+    through and cut into equal ranges, so each byte is written once and the work is even.
+    """
+    items = list(items)
+    totals: dict[torch.dtype, int] = {}
+    for item in items:
+        size = sum(piece.tensor.numel() for piece in item.pieces)
+        totals[item.dtype] = totals.get(item.dtype, 0) + size
+    passed = dict.fromkeys(totals, 0)
+    mine = []
+    for item in items:
+        total = totals[item.dtype]
+        first, last = total * replica // replicas, total * (replica + 1) // replicas
+        pieces: list[Piece] = []
+        for piece in item.pieces:
+            base = passed[item.dtype]
+            passed[item.dtype] += piece.tensor.numel()
+            pieces += _cut(piece, first - base, last - base)
+        mine.append(replace(item, pieces=tuple(pieces)))
+    return mine
+
+
+def _cut(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
+    """Yield the pieces that hold elements [start, stop) of ``piece``, counted row-major."""
+    start, stop = max(start, 0), min(stop, piece.tensor.numel())
+    if start == 0 and stop == piece.tensor.numel():
+        yield piece
+        return
+    for box, _ in local_boxes(piece.tensor.shape, start, stop):
+        logical = tuple(
+            (first + low, first + high)
+            for (first, _), (low, high) in zip(piece.box, box, strict=True)
+        )
+        yield Piece(logical, piece.tensor[box_slices(box)])
+
+
+def _regions(record: Sharding, coordinates: Mapping[str, int] | None) -> tuple[Region, ...]:
+    if coordinates is None:
+        return record.regions
+    # The first stage owns a tensor that a later one holds too.
+    if record.tied and coordinates.get("pp", 0) > 0:
+        return ()
+    return record.owned(dict(coordinates))
+
+
+# Arithmetic on boxes
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return math.prod(box_shape(box))
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the box common to both, or None where they share no element."""
+    common = []
+    for (start, stop), (first, last) in zip(a, b, strict=True):
+        low, high = max(start, first), min(stop, last)
+        if low >= high:
+            return None
+        common.append((low, high))
+    return tuple(common)
+
+
+def relative(box: Box, frame: Box) -> Box:
+    """Return ``box`` counted from the first corner of ``frame``."""
+    return tuple(
+        (start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(box, frame, strict=True)
+    )
+
+
+def shifted(box: Box, source: Box, target: Box) -> Box:
+    """Return ``box``, given in the coordinates of ``source``, in those of ``target``."""
+    return tuple(
+        (start - old + new, stop - old + new)
+        for (start, stop), (old, _), (new, _) in zip(box, source, target, strict=True)
+    )
+
+
+def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Say why ``boxes`` do not hold every element of ``shape`` exactly once; None if they do.
+
+    Exact: boxes that lie inside, do not overlap and have the tensor's volume tile it. Overlaps are
+    found by a sweep along the first dim, so a tensor cut into rows costs one sort.
+    """
+    for box in boxes:
+        inside = len(box) == len(shape) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False)
+        )
+        if not inside:
+            return f"box {list(box)} lies outside of shape {list(shape)}"
+    pair = _overlap([box for box in boxes if volume(box)])
+    if pair is not None:
+        return f"boxes {list(pair[0])} and {list(pair[1])} overlap"
+    total, held = math.prod(shape), sum(volume(box) for box in boxes)
+    return f"{total - held} of {total} elements are in no box" if held < total else None
+
+
+def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [other for other in active if not box or other[0][1] > box[0][0]]
+        for other in active:
+            if intersection(box, other) is not None:
+                return other, box
+        active.append(box)
+    return None
