@@ -74,26 +74,31 @@ class DropoutKey:
     iteration: int
     microbatch: int
     """Number of the microbatch in the global batch: the same on every layout."""
-    coordinates: tuple[int, ...] = ()
-    """Coordinates along the axes that split the sequence or the features at this place."""
+    coordinate: int = 0
+    """Position along the context-parallel axis, which cuts every activation."""
 
-    def generator(self, place: str, device: torch.device) -> torch.Generator:
-        """Return the generator of one place, such as ``layers.3.attention``."""
-        seed = key("dropout", self.seed, place, self.iteration, self.microbatch, *self.coordinates)
-        return torch.Generator(device).manual_seed(seed)
+    def at(self, place: str, *split: int) -> int:
+        """Return the seed of one mask.
 
-    @contextmanager
-    def seeded(self, place: str, device: torch.device) -> Iterator[None]:
-        """Seed torch's default generator for ops that take no generator, and put it back after."""
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(
-                key("dropout", self.seed, place, self.iteration, self.microbatch, *self.coordinates)
-            )
-            yield
+        Args:
+            place: where the mask is used, such as ``layers.3.attention``.
+            split: coordinates along further axes that cut the masked tensor here.
+        """
+        return key(
+            "dropout", self.seed, place, self.iteration, self.microbatch, self.coordinate, *split
+        )
 
 
-def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generator for ops that take no generator, and put it back after."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """Zero each element with probability ``p`` and scale the rest by 1 / (1 - p)."""
+    generator = torch.Generator(x.device).manual_seed(seed)
     kept = torch.empty_like(x, requires_grad=False).bernoulli_(1 - p, generator=generator)
     return x * kept.div_(1 - p)

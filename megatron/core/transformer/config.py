@@ -228,19 +228,13 @@ class AttentionConfig(Config):
     """Sliding window: how many tokens to the left and right a token sees; -1 is no limit."""
 
     window_attn_skip_freq: int | tuple[int, ...] | None = option(None, parse=parse_pattern)
-    """Layers with full attention under a window: every N-th, or a pattern with 0 for such a layer."""
+    """Layers with full attention: every N-th, or a pattern with 0 for such a layer."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option("vanilla")
     """Plain softmax, one with a fixed extra zero logit, or with a learned one per head."""
 
     attention_softcap: float | None = option(None)
     """Squash attention logits to (-x, x) by x tanh(logit / x)."""
-
-    apply_query_key_layer_scaling: bool = option(False)
-    """Divide logits by the layer number and multiply back in the softmax (fp16 stability)."""
-
-    attention_softmax_in_fp32: bool = option(True)
-    """Compute the softmax in fp32 or better, which every backend does."""
 
     softmax_scale: float | None = option(None)
     """Factor on query-key products; one over the root of a head's channels when absent."""

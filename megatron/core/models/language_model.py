@@ -1,0 +1,106 @@
+"""The two ends of a language model: tokens in, logits or losses out.
+
+Shapes: B batch, S sequence, H hidden, V padded vocabulary (v this rank's share).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import comm, rng
+from megatron.core.rng import DropoutKey
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.cross_entropy import cross_entropy
+from megatron.core.tensor_parallel.embedding import (
+    VocabParallelEmbedding,
+    VocabularyRows,
+)
+from megatron.core.tensor_parallel.layers import linear, make_parameter
+from megatron.core.transformer.init import embedding_init
+from megatron.core.transformer.layer import Surroundings
+from megatron.core.transformer.position import LearnedPositions
+
+
+class LanguageEmbedding(nn.Module):
+    """Token vectors, plus learned position vectors where the model has them, then dropout."""
+
+    def __init__(self, rows: VocabularyRows, around: Surroundings) -> None:
+        super().__init__()
+        config, init = around.config, embedding_init(around.config)
+        self.word_embeddings = VocabParallelEmbedding(
+            rows,
+            config.hidden_size,
+            init,
+            around.mesh,
+            around.dtype,
+            sequence_parallel=around.sequence_parallel,
+        )
+        self.position_embeddings: LearnedPositions | None = None
+        if config.position.position_embedding_type == "learned_absolute":
+            self.position_embeddings = LearnedPositions(
+                config.position,
+                config.hidden_size,
+                init,
+                around.mesh,
+                around.dtype,
+                summed=around.sequence_parallel,
+            )
+        self.multiplier = config.embedding_multiplier
+        self.dropout = config.hidden_dropout
+        self.axis, self.sequence_parallel = around.mesh.tp, around.sequence_parallel
+
+    def forward(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor | None, dropout: DropoutKey | None
+    ) -> Tensor:
+        x_SBH: Tensor = self.word_embeddings(tokens_BS)
+        if self.position_embeddings is not None:
+            positions = self.position_embeddings(tokens_BS.shape[1], position_ids_BS)
+            if self.sequence_parallel:
+                positions = mappings.own_slice(positions, self.axis)
+            x_SBH = x_SBH + positions
+        if self.multiplier != 1.0:
+            x_SBH = x_SBH * self.multiplier
+        if self.dropout and dropout is not None:
+            split = (self.axis.coordinate,) if self.sequence_parallel else ()
+            x_SBH = rng.dropout(x_SBH, self.dropout, dropout.at("embedding", *split))
+        return x_SBH
+
+
+class LanguageHead(nn.Module):
+    """Logits of the next token, or its loss; ``tied`` is the embedding's matrix when both share it."""
+
+    def __init__(
+        self, rows: VocabularyRows, around: Surroundings, tied: nn.Parameter | None
+    ) -> None:
+        super().__init__()
+        config = around.config
+        self.rows, self.axis = rows, around.mesh.tp
+        self.multiplier, self.softcap = config.logit_multiplier, config.logit_softcap
+        self.gathers = around.sequence_parallel
+        if tied is None:
+            record = rows.record(config.hidden_size, embedding_init(config))
+            shape = (rows.count, config.hidden_size)
+            tied = make_parameter(record, shape, around.mesh, around.dtype)
+        self.weight = tied
+
+    def local_logits(self, x_SBH: Tensor) -> Tensor:
+        """Return this rank's share of the logits, ``[S, B, v]``."""
+        logits_SBv = linear(x_SBH, self.weight, None, self.axis, self.gathers)
+        if self.multiplier != 1.0:
+            logits_SBv = logits_SBv * self.multiplier
+        if self.softcap is not None:
+            logits_SBv = self.softcap * torch.tanh(logits_SBv / self.softcap)
+        return logits_SBv
+
+    def logits(self, x_SBH: Tensor) -> Tensor:
+        """Return ``[B, S, vocab_size]`` logits in fp32 or better, without padding; inference only."""
+        logits_SBv = self.local_logits(x_SBH)
+        logits_SBv = logits_SBv.to(torch.promote_types(logits_SBv.dtype, torch.float32))
+        if self.axis.size > 1:
+            logits_vSB = comm.all_gather(logits_SBv.movedim(-1, 0).contiguous(), self.axis)
+            logits_SBv = logits_vSB.movedim(0, -1)
+        return logits_SBv.transpose(0, 1)[..., : self.rows.vocab_size]
+
+    def losses(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
+        """Return the loss of every token, ``[B, S]``, in fp32 or better."""
+        losses_SB = cross_entropy(self.local_logits(x_SBH), labels_BS.t(), self.rows, self.axis)
+        return losses_SB.t()

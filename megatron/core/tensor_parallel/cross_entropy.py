@@ -1,0 +1,105 @@
+"""Cross entropy over a vocabulary that is cut over the tensor-parallel axis.
+
+Each rank sees its share of the logits. The largest logit, the sum of exponentials and the target's
+logit are reduced over the axis; three numbers per token travel, never the logits. Rows that only pad
+the vocabulary are left out of the sum and get no gradient. The softmax overwrites the logits, so that
+one matrix of that size is alive (Shoeybi et al., 2019, section 3).
+
+With label smoothing e, the loss is ``(1 - e) * -log p(target) + e * mean over the vocabulary of -log p``.
+
+Shapes: N tokens, v this rank's share of the padded vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.mesh import Axis
+from megatron.core.tensor_parallel.embedding import VocabularyRows
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_Nv: Tensor,
+        labels_N: Tensor,
+        rows: VocabularyRows,
+        axis: Axis,
+        smoothing: float,
+    ) -> Tensor:
+        accumulate = torch.promote_types(logits_Nv.dtype, torch.float32)
+        shifted_Nv = logits_Nv.to(accumulate) if logits_Nv.dtype != accumulate else logits_Nv
+        valid_Nv = shifted_Nv[:, : rows.valid]
+        if rows.valid:
+            largest_N = valid_Nv.amax(1)
+        else:
+            largest_N = shifted_Nv.new_full((len(labels_N),), -torch.inf)
+        comm.all_reduce(largest_N, axis, "max")
+        if axis.size == 1:
+            target_N1 = labels_N.unsqueeze(1)
+            here_N1 = None
+        else:
+            local_N = labels_N - rows.start
+            here_N1 = ((local_N >= 0) & (local_N < rows.valid)).unsqueeze(1)
+            target_N1 = local_N.unsqueeze(1).masked_fill(~here_N1, 0)
+        target_logit_N = valid_Nv.gather(1, target_N1).squeeze(1) - largest_N
+        if here_N1 is not None:
+            target_logit_N = target_logit_N.masked_fill(~here_N1.squeeze(1), 0.0)
+        sums_3N = torch.stack([target_logit_N, target_logit_N, target_logit_N])
+        if smoothing:
+            sums_3N[2] = valid_Nv.sum(1) - largest_N * rows.valid
+        # The logits become exp(logit - largest) in place: nobody reads them after this.
+        valid_Nv.sub_(largest_N.unsqueeze(1)).exp_()
+        sums_3N[1] = valid_Nv.sum(1)
+        comm.all_reduce(sums_3N, axis)
+        target_logit_N, total_N, all_logits_N = sums_3N
+        log_total_N = total_N.log()
+        loss_N = log_total_N - target_logit_N
+        if smoothing:
+            mean_N = log_total_N - all_logits_N / rows.vocab_size
+            loss_N = (1 - smoothing) * loss_N + smoothing * mean_N
+        ctx.save_for_backward(shifted_Nv, total_N, target_N1)
+        ctx.here_N1, ctx.rows, ctx.smoothing, ctx.dtype = here_N1, rows, smoothing, logits_Nv.dtype
+        return loss_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        exp_Nv, total_N, target_N1 = ctx.saved_tensors
+        rows, smoothing, grad_N = ctx.rows, ctx.smoothing, grads[0].to(exp_Nv.dtype)
+        valid_Nv = exp_Nv[:, : rows.valid]
+        # grad * softmax, in the same storage; a second backward through it is a bug.
+        valid_Nv.mul_((grad_N / total_N).unsqueeze(1))
+        if smoothing:
+            valid_Nv.sub_((grad_N * (smoothing / rows.vocab_size)).unsqueeze(1))
+        minus_N1 = -(1 - smoothing) * grad_N.unsqueeze(1)
+        if ctx.here_N1 is not None:
+            minus_N1 = minus_N1.masked_fill(~ctx.here_N1, 0.0)
+        if rows.valid:
+            valid_Nv.scatter_add_(1, target_N1, minus_N1)
+        exp_Nv[:, rows.valid :] = 0.0
+        return exp_Nv.to(ctx.dtype), None, None, None, None
+
+
+def cross_entropy(
+    logits_SBv: Tensor,
+    labels_SB: Tensor,
+    rows: VocabularyRows,
+    axis: Axis,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the loss of every token, in fp32 or better; overwrites ``logits_SBv``.
+
+    Args:
+        logits_SBv: this rank's share of the logits; owned by the caller, who reads them no more.
+        labels_SB: token ids below the true vocabulary size.
+        rows: which rows this rank holds.
+        axis: the tensor-parallel axis.
+        label_smoothing: share of the target spread over the vocabulary.
+    """
+    loss_N = _CrossEntropy.apply(
+        logits_SBv.flatten(0, -2), labels_SB.flatten(), rows, axis, label_smoothing
+    )
+    return loss_N.view(labels_SB.shape)  # type: ignore[no-any-return]

@@ -1,0 +1,183 @@
+"""Self-attention: project, rotate, attend, project back.
+
+The fused query-key-value matrix is Megatron's: for each query group its query heads, then its key
+head, then its value head. Groups are cut over the tensor-parallel axis, so a rank's rows are
+contiguous.
+
+Shapes: S queries, T keys, B batch, H hidden, n query heads on this rank, g query groups on this rank,
+D channels of a head.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import rng, sharding
+from megatron.core.kernels.attention import Extras, Rule
+from megatron.core.mesh import Mesh
+from megatron.core.sharding import Init
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    make_parameter,
+)
+from megatron.core.transformer.backends import Backends
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.context import Context
+from megatron.core.transformer.init import inner_init, residual_init
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.position import alibi_slopes
+from megatron.core.utils import UserError, divide
+
+
+class SelfAttention(nn.Module):
+    """Multi-head or grouped-query attention of one layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        backends: Backends,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        attention = config.attention
+        self.layer, self.mesh = layer, mesh
+        self.head_size = attention.kv_channels
+        self.heads = divide(attention.num_attention_heads, mesh.tp.size)
+        self.groups = _groups_per_rank(attention.num_query_groups, mesh)
+        self.rotates = config.position.layer_rotates(layer)
+        self.interleaved = config.position.rotary_interleaved
+        self.dropout = attention.attention_dropout
+        self.rope, self.attend = backends.rope, backends.attention
+        scale = attention.softmax_scale
+        self.rule = Rule(
+            scale=1.0 / math.sqrt(self.head_size) if scale is None else scale,
+            causal=True,
+            window=attention.layer_window(layer),
+            softcap=attention.attention_softcap,
+        )
+        self._make_projections(config, mesh, dtype, sequence_parallel)
+        self._make_norms(config, mesh, dtype, backends)
+        self._make_softmax(config, mesh, dtype)
+
+    def _make_projections(
+        self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, sequence_parallel: bool
+    ) -> None:
+        attention, hidden = config.attention, config.hidden_size
+        width = attention.num_attention_heads * self.head_size
+        rows = width + 2 * attention.num_query_groups * self.head_size
+        cut = (mesh.tp.coordinate, mesh.tp.size)
+        qkv = sharding.split((rows, hidden), inner_init(config, (rows, hidden)), 0, *cut)
+        proj = sharding.split((hidden, width), residual_init(config, (hidden, width)), 1, *cut)
+        self.linear_qkv = ColumnParallelLinear(
+            qkv,
+            divide(rows, mesh.tp.size),
+            mesh,
+            dtype,
+            bias=config.add_bias_linear or attention.add_qkv_bias,
+            sequence_parallel=sequence_parallel,
+        )
+        self.linear_proj = RowParallelLinear(
+            proj,
+            divide(width, mesh.tp.size),
+            mesh,
+            dtype,
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def _make_norms(
+        self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, backends: Backends
+    ) -> None:
+        self.q_layernorm: nn.Module = nn.Identity()
+        self.k_layernorm: nn.Module = nn.Identity()
+        if config.attention.qk_layernorm:
+            # Every rank normalises its own heads, so the gains' gradients are partial.
+            for name in ("q_layernorm", "k_layernorm"):
+                norm = Norm(self.head_size, config.norm, mesh, dtype, backends, summed=("tp",))
+                setattr(self, name, norm)
+        elif config.attention.qk_l2_norm:
+            self.q_layernorm = self.k_layernorm = _L2Norm(config.norm.norm_epsilon, backends)
+
+    def _make_softmax(self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+        heads, kind = config.attention.num_attention_heads, config.attention.softmax_type
+        start = mesh.tp.coordinate * self.heads
+        extras = Extras()
+        self.softmax_offset: nn.Parameter | None = None
+        if kind == "learnable":
+            record = replace(
+                sharding.split((heads,), Init(), 0, mesh.tp.coordinate, mesh.tp.size),
+                decay=False,
+                matrix=False,
+            )
+            self.softmax_offset = make_parameter(record, (self.heads,), mesh, dtype)
+        elif kind == "off-by-one":
+            zeros = torch.zeros(self.heads, dtype=dtype, device=mesh.device)
+            extras = replace(extras, sink_n=zeros)
+        if config.position.position_embedding_type == "alibi":
+            slopes = alibi_slopes(heads)[start : start + self.heads].to(mesh.device)
+            extras = replace(extras, alibi_slopes_n=slopes)
+        self.extras = extras
+
+    def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
+        q_SBnD, k_SBgD, v_SBgD = self._project(x_SBH)
+        q_SBnD, k_SBgD = self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD)
+        if self.rotates and context.rotary is not None:
+            q_SBnD = self.rope(q_SBnD, *context.rotary, self.interleaved)
+            k_SBgD = self.rope(k_SBgD, *context.rotary, self.interleaved)
+        k_TBgD, v_TBgD = k_SBgD, v_SBgD
+        if context.cache is not None:
+            k_TBgD, v_TBgD = context.cache.append(self.layer, k_SBgD, v_SBgD)
+        y_SBnD = self.attend(q_SBnD, k_TBgD, v_TBgD, self.rule, self._extras(context))
+        y_SBH: Tensor = self.linear_proj(y_SBnD.flatten(2))
+        return y_SBH
+
+    def _project(self, x_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, as views of one tensor where that is possible."""
+        mixed = self.linear_qkv(x_SBH).unflatten(2, (self.groups, -1, self.head_size))
+        per_group = self.heads // self.groups
+        q_SBgpD, k_SBg1D, v_SBg1D = mixed.split((per_group, 1, 1), dim=3)
+        return q_SBgpD.flatten(2, 3), k_SBg1D.squeeze(3), v_SBg1D.squeeze(3)
+
+    def _extras(self, context: Context) -> Extras:
+        extras = self.extras
+        if self.softmax_offset is not None:
+            extras = replace(extras, sink_n=self.softmax_offset)
+        if context.packing is not None or context.query_positions_BS is not None:
+            extras = replace(
+                extras, packing=context.packing, query_positions_BS=context.query_positions_BS
+            )
+        if self.dropout and context.dropout is not None:
+            # Every rank drops its own heads.
+            seed = context.dropout.at(f"layers.{self.layer}.attention", self.mesh.tp.coordinate)
+            scope = rng.seeded(seed, self.mesh.device)
+            extras = replace(extras, dropout_p=self.dropout, dropout_scope=scope)
+        return extras
+
+
+class _L2Norm(nn.Module):
+    """Divide the last dim by its root mean square."""
+
+    def __init__(self, epsilon: float, backends: Backends) -> None:
+        super().__init__()
+        self.epsilon, self.rms_norm = epsilon, backends.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, None, self.epsilon)
+
+
+def _groups_per_rank(groups: int, mesh: Mesh) -> int:
+    if groups % mesh.tp.size:
+        raise UserError(
+            f"--num-query-groups ({groups}) must be a multiple of --tensor-model-parallel-size "
+            f"({mesh.tp.size}); key and value heads are not yet shared between ranks"
+        )
+    return groups // mesh.tp.size
+
+

@@ -1,0 +1,39 @@
+"""What travels with the activations of one forward pass, beside them.
+
+One `Context` is made per microbatch by the model and read by every block: positions, documents,
+caches, and the key of the dropout masks. Blocks take ``(x_SBH, context)`` and give ``y_SBH``.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron.core.kernels.attention import Packing
+from megatron.core.rng import DropoutKey
+
+
+class KeyValueCache(Protocol):
+    """What attention needs of a cache while text is generated."""
+
+    def append(self, layer: int, k_SBgD: Tensor, v_SBgD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values of a layer, and return all of them, ``[T, B, g, D]``.
+
+        Keys of sample b stand at their positions: the one of position j at row j.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """The surroundings of one forward pass."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines, ``[S, f]`` or ``[S, B, f]``."""
+    packing: Packing | None = None
+    """Documents that attend only within themselves."""
+    dropout: DropoutKey | None = None
+    """None switches dropout off, as in evaluation."""
+    cache: KeyValueCache | None = None
+    query_positions_BS: Tensor | None = None
+    """Where the queries stand among the cached keys."""

@@ -1,0 +1,99 @@
+"""A layer is a short list of sub-layers: ``x + dropout(block(norm(x)))`` each.
+
+Shapes: S sequence, B batch, H hidden.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import rng
+from megatron.core.mesh import Mesh
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.backends import Backends
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.context import Context
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.plan import BlockKind, LayerPlan
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every module of a model is built with."""
+
+    config: TransformerConfig
+    mesh: Mesh
+    dtype: torch.dtype
+    backends: Backends
+    sequence_parallel: bool = False
+
+    @property
+    def norm_summed(self) -> tuple[str, ...]:
+        """Return the axes along which norms of the residual stream see different tokens."""
+        return ("tp",) if self.sequence_parallel else ()
+
+
+def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
+    """Return one token mixer or channel block."""
+    if kind == "self_attention":
+        return SelfAttention(
+            around.config,
+            layer,
+            around.mesh,
+            around.dtype,
+            around.backends,
+            sequence_parallel=around.sequence_parallel,
+        )
+    return MLP(
+        around.config, around.mesh, around.dtype, sequence_parallel=around.sequence_parallel
+    )
+
+
+def build_norm(around: Surroundings) -> Norm:
+    """Return a norm of the residual stream."""
+    return Norm(
+        around.config.hidden_size,
+        around.config.norm,
+        around.mesh,
+        around.dtype,
+        around.backends,
+        around.norm_summed,
+    )
+
+
+class Residual:
+    """``x + dropout(y)``: the rule by which a block's output joins the stream."""
+
+    def __init__(self, place: str, probability: float, around: Surroundings) -> None:
+        self.place, self.probability = place, probability
+        # With sequence parallelism each rank drops its own tokens; else all ranks drop alike.
+        self.split = (around.mesh.tp.coordinate,) if around.sequence_parallel else ()
+
+    def __call__(self, x_SBH: Tensor, y_SBH: Tensor, context: Context) -> Tensor:
+        if self.probability and context.dropout is not None:
+            seed = context.dropout.at(self.place, *self.split)
+            y_SBH = rng.dropout(y_SBH, self.probability, seed)
+        return x_SBH + y_SBH
+
+
+class TransformerLayer(nn.Module):
+    """The sub-layers of one plan entry, registered under the plan's names."""
+
+    def __init__(self, plan: LayerPlan, around: Surroundings) -> None:
+        super().__init__()
+        self.sublayers: list[tuple[Norm, nn.Module, Residual]] = []
+        for part in plan.sublayers:
+            norm = build_norm(around)
+            block = build_block(part.kind, plan.number, around)
+            place = f"layers.{plan.number}.{part.block_name}.residual"
+            residual = Residual(place, around.config.hidden_dropout, around)
+            self.add_module(part.norm_name, norm)
+            self.add_module(part.block_name, block)
+            self.sublayers.append((norm, block, residual))
+
+    def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
+        for norm, block, residual in self.sublayers:
+            x_SBH = residual(x_SBH, block(norm(x_SBH), context), context)
+        return x_SBH

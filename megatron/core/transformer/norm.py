@@ -1,0 +1,45 @@
+"""LayerNorm and RMSNorm as modules; every rank of the tensor-parallel axis holds them whole."""
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import sharding
+from megatron.core.mesh import Mesh
+from megatron.core.sharding import Init
+from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.transformer.backends import Backends
+from megatron.core.transformer.config import NormConfig
+
+
+class Norm(nn.Module):
+    """Normalise the last dim and scale it by learned gains.
+
+    ``summed`` names the axes along which ranks see different tokens or heads: there the gains'
+    gradients are partial.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        config: NormConfig,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        backends: Backends,
+        summed: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+        self.zero_centered = config.apply_layernorm_1p
+        one = Init(scale=0.0 if self.zero_centered else 1.0)
+        gain = sharding.whole((size,), one, replicated=("tp",), summed=summed, decay=False)
+        self.weight = make_parameter(gain, (size,), mesh, dtype)
+        self.bias: nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            shift = sharding.whole((size,), Init(), replicated=("tp",), summed=summed, decay=False)
+            self.bias = make_parameter(shift, (size,), mesh, dtype)
+        self.layer_norm, self.rms_norm = backends.layer_norm, backends.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return self.rms_norm(x, self.weight, self.epsilon, self.zero_centered)
+        return self.layer_norm(x, self.weight, self.bias, self.epsilon, self.zero_centered)

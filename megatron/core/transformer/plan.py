@@ -1,0 +1,38 @@
+"""The stack as data: which sub-layers stand in which layer.
+
+The pipeline cuts this list, the model builds from it, and a dry run counts it; all without torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.transformer.config import TransformerConfig
+
+BlockKind = Literal["self_attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class SublayerPlan:
+    """One block with its norm; the names are the parameters' path in the layer."""
+
+    kind: BlockKind
+    norm_name: str
+    block_name: str
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The sub-layers of one layer."""
+
+    number: int
+    """Position in the whole model, from 0."""
+    sublayers: tuple[SublayerPlan, ...]
+
+
+def layer_plan(config: TransformerConfig) -> list[LayerPlan]:
+    """Return the whole stack, first layer first."""
+    decoder = (
+        SublayerPlan("self_attention", "input_layernorm", "self_attention"),
+        SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"),
+    )
+    return [LayerPlan(number, decoder) for number in range(config.num_layers)]

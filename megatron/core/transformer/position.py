@@ -1,0 +1,125 @@
+"""How positions enter: a learned table on the embedding, rotations, or biases on the scores.
+
+Shapes: B batch, S sequence, H hidden, n heads, f rotary frequencies.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.kernels import rope
+from megatron.core.mesh import Mesh
+from megatron.core.sharding import Init
+from megatron.core.tensor_parallel.embedding import position_record
+from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.transformer.config import PositionConfig
+from megatron.core.utils import UserError
+
+
+class LearnedPositions(nn.Module):
+    """One learned vector per position, added to the token's (Vaswani et al., 2017)."""
+
+    def __init__(
+        self,
+        config: PositionConfig,
+        hidden_size: int,
+        init: Init,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        summed: bool,
+    ) -> None:
+        super().__init__()
+        rows = config.max_position_embeddings
+        record = position_record(rows, hidden_size, init, summed)
+        self.weight = make_parameter(record, (rows, hidden_size), mesh, dtype)
+
+    def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
+        """Return ``[S, 1, H]``, or ``[S, B, H]`` where samples have positions of their own.
+
+        Raises:
+            UserError: the sequence is longer than the table.
+        """
+        if length > self.weight.shape[0]:
+            raise UserError(
+                f"a sequence of {length} tokens exceeds --max-position-embeddings "
+                f"({self.weight.shape[0]}); raise it or shorten --seq-length"
+            )
+        if position_ids_BS is None:
+            return self.weight[:length].unsqueeze(1)
+        return self.weight[position_ids_BS.t()]
+
+
+class RotaryTables:
+    """Cosines and sines for the positions of a microbatch; plain ranges are computed once."""
+
+    def __init__(
+        self, config: PositionConfig, head_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        dim = int(head_size * config.rotary_percent)
+        if dim % 2 or dim == 0:
+            raise UserError(
+                f"--rotary-percent ({config.rotary_percent}) of {head_size} channels per head "
+                f"makes {dim}; it must be even and at least 2"
+            )
+        self.dtype = dtype
+        self.frequencies = frequencies(config, dim).to(device)
+        self.concentration = concentration(config)
+        self._plain: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, length: int, position_ids_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin), ``[S, f]`` or, with ids, ``[S, B, f]``."""
+        if position_ids_BS is not None:
+            return self._compute(position_ids_BS.t())
+        if length not in self._plain:
+            self._plain[length] = self._compute(
+                torch.arange(length, device=self.frequencies.device)
+            )
+        return self._plain[length]
+
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.rope_tables(self.frequencies, positions, self.dtype, self.concentration)
+
+
+def frequencies(config: PositionConfig, dim: int) -> Tensor:
+    """Return the rotary frequencies of ``dim`` channels, in fp64."""
+    if config.position_embedding_type == "yarn":
+        return rope.yarn_frequencies(
+            dim,
+            config.rotary_base,
+            config.yarn_rotary_scaling_factor,
+            config.yarn_original_max_position_embeddings,
+            config.yarn_beta_fast,
+            config.yarn_beta_slow,
+            config.yarn_correction_range_round_to_int,
+        )
+    plain = rope.inverse_frequencies(
+        dim, config.rotary_base, config.rotary_seq_len_interpolation_factor
+    )
+    return rope.llama3_frequencies(plain, config.rope_scaling_factor) if (
+        config.use_rope_scaling
+    ) else plain
+
+
+def concentration(config: PositionConfig) -> float:
+    """Return YaRN's factor on cosines and sines (Peng et al., 2023, equation 22)."""
+    if config.position_embedding_type != "yarn":
+        return 1.0
+    factor = config.yarn_rotary_scaling_factor
+    return rope.yarn_mscale(factor, config.yarn_mscale) / rope.yarn_mscale(
+        factor, config.yarn_mscale_all_dim
+    )
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Return each head's slope (Press et al., 2022), in fp64.
+
+    A geometric series from 2^(-8/n) for a power of two; other head counts take the series of the
+    power below and fill up with every other slope of the power above.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    base = 2.0 ** (-8.0 / power)
+    slopes = [base ** (i + 1) for i in range(power)]
+    finer = 2.0 ** (-4.0 / power)
+    slopes += [finer ** (2 * i + 1) for i in range(num_heads - power)]
+    return torch.tensor(slopes, dtype=torch.float64)
