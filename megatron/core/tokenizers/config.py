@@ -83,12 +83,12 @@ class TokenizerConfig(Config):
     tokenizer_special_tokens: tuple[str, ...] | None = option(
         None, aliases=("--tiktoken-special-tokens",)
     )
-    """Special tokens by name. TikTokenizer: the first special ids of a tekken JSON; for a rank file
-    the ids after the last rank, or NAME=ID. Other kinds: added after the vocabulary if not in it."""
+    """Special tokens by name. TikTokenizer: the first ids of a tekken JSON; for a rank file, the
+    ids after the last rank, or NAME=ID. Other kinds: added after the vocabulary if not in it."""
 
     tiktoken_pattern: str | None = option(None)
-    """How TikTokenizer splits text before merging: v1, v2, or a regular expression. Default: what a
-    tekken JSON says, else v2."""
+    """How TikTokenizer splits text before merging: v1, v2, gpt2, cl100k (Llama 3 too), o200k or a
+    regular expression. Default: what a tekken JSON says, else v2; a rank file needs it."""
 
     tiktoken_num_special_tokens: int = option(1000)
     """Special ids that come first in the vocabulary of a tekken JSON."""
@@ -127,7 +127,9 @@ class TokenizerConfig(Config):
             what = f"repeats {', '.join(repeated)}" if repeated else "has an empty name"
             raise UserError(f"--tokenizer-special-tokens {what}; give each name once")
         if self.tiktoken_pattern is not None and not self.tiktoken_pattern.strip():
-            raise UserError("--tiktoken-pattern is empty; give v1, v2 or a regular expression")
+            raise UserError(
+                "--tiktoken-pattern is empty; give v1, v2, gpt2, cl100k, o200k or a regular expression"
+            )
 
 
 def named_ids(tokens: tuple[str, ...]) -> list[tuple[str, int | None]]:

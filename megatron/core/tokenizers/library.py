@@ -1,0 +1,98 @@
+"""Tokenizers that the ``tokenizers`` library runs: GPT-2, BERT and every tokenizer.json.
+
+The library's BPE remembers recent words, up to a fixed number of them. It takes its number of
+threads from the environment alone, see `_threads`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.tokenizers.base import Ids, SpecialIds, Tokenizer
+
+BPE_CACHE_WORDS = 10_000
+
+
+class LibraryTokenizer(Tokenizer):
+    """A ``tokenizers.Tokenizer``, held to what `Tokenizer` promises.
+
+    Truncation, padding and post-processing that the file asks for are left out: they would drop
+    text or add tokens.
+    """
+
+    family = "tokenizers"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        kind: str,
+        special: SpecialIds,
+        contents: Sequence[bytes],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        # Special tokens in a text are spelled out; other added tokens are words and still match.
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        super().__init__(
+            kind=kind,
+            vocab_size=full_size(tokenizer),
+            special=special,
+            contents=contents,
+            options=options,
+        )
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode_batch(self, texts: list[str], num_threads: int) -> list[Ids]:
+        with _threads(num_threads):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def full_size(tokenizer: Any) -> int:
+    """Return one more than the largest id, added tokens and holes included."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def add_special_tokens(tokenizer: Any, names: Sequence[str]) -> tuple[int, ...]:
+    """Make ``names`` special tokens, with new ids for those not in the vocabulary; return ids."""
+    tokenizer.add_special_tokens(list(names))
+    return tuple(tokenizer.token_to_id(name) for name in names)
+
+
+def sentinel_names(count: int) -> list[str]:
+    """Return the names of T5's sentinel tokens."""
+    return [f"<extra_id_{i}>" for i in range(count)]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let the library use ``count`` threads, unless the user's environment says otherwise.
+
+    Whether it uses threads is read at every call; how many, when the first such call makes its
+    pool, which then stays. Both come only from environment variables.
+    """
+    settings = {"TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
+    if count > 1:
+        settings["RAYON_NUM_THREADS"] = str(count)
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
