@@ -32,7 +32,7 @@ ALLOWED = {
     "tensor_parallel context_parallel",
     "models": "utils config kernels mesh comm rng sharding recompute precision tensor_parallel "
     "context_parallel transformer pipeline_parallel",
-    "inference": "models transformer tokenizers kernels mesh comm utils config",
+    "inference": "models transformer tokenizers kernels mesh comm rng utils config",
 }
 
 

@@ -1,8 +1,8 @@
 """Collectives over an axis of the mesh; each is a no-op where the axis has size 1.
 
-Every byte that leaves a rank passes here, so that one place can count calls and payload (`counting`)
-and one place knows torch's names. Payload is the full tensor of the call: what an all-gather returns,
-what a reduce-scatter takes. Tensors must be contiguous, as NCCL asks.
+Every byte that leaves a rank passes here, so that one place can count calls and payload
+(`counting`) and one place knows torch's names. Payload is the full tensor of the call: what an
+all-gather returns, what a reduce-scatter takes. Tensors must be contiguous, as NCCL asks.
 """
 
 from collections import Counter

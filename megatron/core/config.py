@@ -1,7 +1,7 @@
 """Configs: what can be set is declared once, in a frozen dataclass beside the code it configures.
 
-A field of a `Config` gives its default, its type and, in the docstring below it, its help. From that
-follow the command-line flag (Megatron's name by default: ``ffn_hidden_size`` is
+A field of a `Config` gives its default, its type and, in the docstring below it, its help. From
+that follow the command-line flag (Megatron's name by default: ``ffn_hidden_size`` is
 ``--ffn-hidden-size``), the key in a JSON or YAML file, ``--help`` and the dump of a resolved run.
 Configs nest; field names are unique in a tree, so flags and file keys stay flat.
 
@@ -12,8 +12,8 @@ Configs nest; field names are unique in a tree, so flags and file keys stay flat
         add_bias_linear: bool = option(True, aliases={"--disable-bias-linear": False})
         '''Add a bias to every linear layer.'''
 
-`resolve` builds a tree from flat values: defaults first, then what each class's ``derive`` says of
-the values that nobody gave. Nothing here imports torch, so parsing and ``--help`` stay quick.
+`resolve` builds a tree from flat values: defaults first, then what each class's ``derive`` says
+of the values that nobody gave. Nothing here imports torch, so parsing and ``--help`` stay quick.
 """
 
 import ast

@@ -1,8 +1,8 @@
 """Rank arithmetic: where a rank stands on every axis, in plain Python.
 
-`ParallelConfig` holds the sizes that a user chooses, `Grid` arranges ranks by named axes. A dense grid
-serves attention and MLP, a second one over the same ranks serves experts; both must agree about
-pipeline neighbours. Axis order is Megatron's order string, fastest-varying first.
+`ParallelConfig` holds the sizes that a user chooses, `Grid` arranges ranks by named axes. A dense
+grid serves attention and MLP, a second one over the same ranks serves experts; both must agree
+about pipeline neighbours. Axis order is Megatron's order string, fastest-varying first.
 """
 
 import math

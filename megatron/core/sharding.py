@@ -1,11 +1,11 @@
 """One record per parameter: what it is of the logical model, and how its gradient is summed.
 
-A layer attaches a `Sharding` to each parameter it makes. It holds the logical (global, unpadded) shape
-and a list of *regions*: boxes of the local tensor that are boxes of the logical one, with the axes the
-box is replicated on and the axes its gradient must be summed over. A plain parameter has one region;
-the first matrix of a gated MLP has two (gate, up); rows that only pad a vocabulary lie in none.
-Initialisation, gradient sums, norm, clipping, weight decay, checkpoints and export read this record
-and nothing else.
+A layer attaches a `Sharding` to each parameter it makes. It holds the logical (global, unpadded)
+shape and a list of *regions*: boxes of the local tensor that are boxes of the logical one, with
+the axes the box is replicated on and the axes its gradient must be summed over. A plain parameter
+has one region; the first matrix of a gated MLP has two (gate, up); rows that only pad a
+vocabulary lie in none. Initialisation, gradient sums, norm, clipping, weight decay, checkpoints
+and export read this record and nothing else.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Our GPT with Megatron-core's weights gives Megatron-core's logits and gradients.
 
-The cases under ``tests/data/mcore_trajectories`` were made with Megatron-core 0.19.2 in fp32: initial
-weights, batches, logits of the first microbatch, and every gradient of the first iteration before
-clipping.
+The cases under ``tests/data/mcore_trajectories`` were made with Megatron-core 0.19.2 in fp32:
+initial weights, batches, logits of the first microbatch, and every gradient of the first iteration
+before clipping.
 """
 
 import json

@@ -58,12 +58,10 @@ class GPTModel(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
         self.stage = stage or Stage(range(config.num_layers))
         backends = choose_backends(config, mesh.device, dtype)
-        around = Surroundings(
-            config, mesh, dtype, backends, sequence_parallel and mesh.tp.size > 1
-        )
+        around = Surroundings(config, mesh, dtype, backends, sequence_parallel and mesh.tp.size > 1)
         self.backends = backends
         rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
         self.embedding = LanguageEmbedding(rows, around) if self.stage.is_first else None
@@ -98,7 +96,7 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         query_positions_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every token ``[B, S]``, or logits ``[B, S, vocab_size]`` without labels.
+        """Return losses ``[B, S]`` of every token or, without labels, logits ``[B, S, vocab_size]``.
 
         Args:
             tokens_BS: token ids.

@@ -66,7 +66,10 @@ class LanguageEmbedding(nn.Module):
 
 
 class LanguageHead(nn.Module):
-    """Logits of the next token, or its loss; ``tied`` is the embedding's matrix when both share it."""
+    """Logits of the next token, or its loss.
+
+    ``tied`` is the embedding's matrix when both ends share one.
+    """
 
     def __init__(
         self, rows: VocabularyRows, around: Surroundings, tied: nn.Parameter | None
@@ -92,7 +95,7 @@ class LanguageHead(nn.Module):
         return logits_SBv
 
     def logits(self, x_SBH: Tensor) -> Tensor:
-        """Return ``[B, S, vocab_size]`` logits in fp32 or better, without padding; inference only."""
+        """Return ``[B, S, vocab_size]`` logits in fp32 or better; for inference."""
         logits_SBv = self.local_logits(x_SBH)
         logits_SBv = logits_SBv.to(torch.promote_types(logits_SBv.dtype, torch.float32))
         if self.axis.size > 1:

@@ -1,11 +1,12 @@
 """Cross entropy over a vocabulary that is cut over the tensor-parallel axis.
 
-Each rank sees its share of the logits. The largest logit, the sum of exponentials and the target's
-logit are reduced over the axis; three numbers per token travel, never the logits. Rows that only pad
-the vocabulary are left out of the sum and get no gradient. The softmax overwrites the logits, so that
-one matrix of that size is alive (Shoeybi et al., 2019, section 3).
+Each rank sees its share of the logits. The largest logit, the sum of exponentials and the
+target's logit are reduced over the axis; three numbers per token travel, never the logits. Rows
+that only pad the vocabulary are left out of the sum and get no gradient. The softmax overwrites
+the logits, so that one matrix of that size is alive (Shoeybi et al., 2019, section 3).
 
-With label smoothing e, the loss is ``(1 - e) * -log p(target) + e * mean over the vocabulary of -log p``.
+With label smoothing e, the loss is ``(1 - e) * -log p(target) + e * mean over the vocabulary of
+-log p``.
 
 Shapes: N tokens, v this rank's share of the padded vocabulary.
 """
@@ -99,7 +100,7 @@ def cross_entropy(
         axis: the tensor-parallel axis.
         label_smoothing: share of the target spread over the vocabulary.
     """
-    loss_N = _CrossEntropy.apply(
+    loss_N: Tensor = _CrossEntropy.apply(
         logits_SBv.flatten(0, -2), labels_SB.flatten(), rows, axis, label_smoothing
     )
-    return loss_N.view(labels_SB.shape)  # type: ignore[no-any-return]
+    return loss_N.view(labels_SB.shape)

@@ -1,12 +1,13 @@
 """Linear layers whose weight is cut over the tensor-parallel axis.
 
-`ColumnParallelLinear` cuts output features and needs its whole input; `RowParallelLinear` cuts input
-features and sums partial outputs (see `mappings` for the collectives). Both compute their weight
-gradient themselves, straight into ``weight.grad`` when that buffer exists, so that no copy of a
-gradient is made and microbatches add up in place; the input gradient's collective runs meanwhile.
+`ColumnParallelLinear` cuts output features and needs its whole input; `RowParallelLinear` cuts
+input features and sums partial outputs (see `mappings` for the collectives). Both compute their
+weight gradient themselves, straight into ``weight.grad`` when that buffer exists, so that no copy
+of a gradient is made and microbatches add up in place; the input gradient's collective runs
+meanwhile.
 
-Shapes: S sequence, B batch, I input features, O output features; a lower-case letter is this rank's
-share.
+Shapes: S sequence, B batch, I input features, O output features; a lower-case letter is this
+rank's share.
 """
 
 from collections.abc import Callable
@@ -117,8 +118,8 @@ def bias_record(record: Sharding) -> Sharding:
 class ColumnParallelLinear(nn.Module):
     """``y_SBo = x_SBI @ W_oI.T + b_o``: every rank computes its own output features.
 
-    ``record`` describes the weight, since only the owner knows which rows it holds (gate and up of a
-    gated unit, groups of a fused query-key-value matrix).
+    ``record`` describes the weight, since only the owner knows which rows it holds (gate and up of
+    a gated unit, groups of a fused query-key-value matrix).
     """
 
     def __init__(
@@ -135,9 +136,7 @@ class ColumnParallelLinear(nn.Module):
         self.axis = mesh.tp
         self.gathers = sequence_parallel and mesh.tp.size > 1
         self.weight = make_parameter(record, (rows, record.shape[1]), mesh, dtype)
-        self.bias = (
-            make_parameter(bias_record(record), (rows,), mesh, dtype) if bias else None
-        )
+        self.bias = make_parameter(bias_record(record), (rows,), mesh, dtype) if bias else None
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         return linear(x_SBI, self.weight, self.bias, self.axis, self.gathers)

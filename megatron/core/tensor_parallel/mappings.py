@@ -1,8 +1,8 @@
 """The two ends of a tensor-parallel region, as conjugate collectives.
 
-A column-parallel layer needs its whole input; a row-parallel layer makes partial sums. With sequence
-parallelism the activations between regions are sharded along the sequence (dim 0), and each
-collective becomes half of an all-reduce:
+A column-parallel layer needs its whole input; a row-parallel layer makes partial sums. With
+sequence parallelism the activations between regions are sharded along the sequence (dim 0), and
+each collective becomes half of an all-reduce:
 
                       forward                backward
     enter, plain      nothing                all-reduce

@@ -4,8 +4,8 @@ The fused query-key-value matrix is Megatron's: for each query group its query h
 head, then its value head. Groups are cut over the tensor-parallel axis, so a rank's rows are
 contiguous.
 
-Shapes: S queries, T keys, B batch, H hidden, n query heads on this rank, g query groups on this rank,
-D channels of a head.
+Shapes: S queries, T keys, B batch, H hidden, n query heads on this rank, g query groups on this
+rank, D channels of a head.
 """
 
 import math
@@ -179,5 +179,3 @@ def _groups_per_rank(groups: int, mesh: Mesh) -> int:
             f"({mesh.tp.size}); key and value heads are not yet shared between ranks"
         )
     return groups // mesh.tp.size
-
-

@@ -1,7 +1,7 @@
 """The stack of layers that one pipeline stage owns.
 
-Layers are registered under their number in the whole model, so that a parameter's path is its logical
-name on every layout.
+Layers are registered under their number in the whole model, so that a parameter's path is its
+logical name on every layout.
 """
 
 from torch import Tensor, nn

@@ -36,9 +36,7 @@ class MLP(nn.Module):
             shape, inner_init(config, shape), 0, mesh.tp.coordinate, mesh.tp.size, parts=parts
         )
         back = (hidden, inner)
-        fc2 = sharding.split(
-            back, residual_init(config, back), 1, mesh.tp.coordinate, mesh.tp.size
-        )
+        fc2 = sharding.split(back, residual_init(config, back), 1, mesh.tp.coordinate, mesh.tp.size)
         self.linear_fc1 = ColumnParallelLinear(
             fc1,
             parts * share,

@@ -96,9 +96,11 @@ def frequencies(config: PositionConfig, dim: int) -> Tensor:
     plain = rope.inverse_frequencies(
         dim, config.rotary_base, config.rotary_seq_len_interpolation_factor
     )
-    return rope.llama3_frequencies(plain, config.rope_scaling_factor) if (
-        config.use_rope_scaling
-    ) else plain
+    return (
+        rope.llama3_frequencies(plain, config.rope_scaling_factor)
+        if (config.use_rope_scaling)
+        else plain
+    )
 
 
 def concentration(config: PositionConfig) -> float:
