@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron.core.config import Config, option
+from megatron.core.datasets.config import DataConfig
 from megatron.core.grid import ParallelConfig
+from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
-from megatron.training.batch_size import parse_steps
+from megatron.training.batch_size import BatchSizes, parse_steps, ramp, round_down, steps_in_samples
 
 
 def parse_signal(text: str) -> int:
@@ -370,8 +372,11 @@ class RunConfig(Config):
 
     model: TransformerConfig
     tokenizer: TokenizerConfig
+    data: DataConfig
     precision: PrecisionConfig
     parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
     training: TrainingConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
@@ -384,3 +389,35 @@ class RunConfig(Config):
     def data_parallel_size(self) -> int:
         """Return the number of replicas."""
         return self.parallel.data_parallel_size(self.process.world_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Return the samples that all replicas take in one pass: the unit of the global batch."""
+        return self.training.micro_batch_size * self.data_parallel_size
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Return the global batch size as a function of the samples consumed."""
+        training = self.training
+        if training.step_batch_size_schedule is not None:
+            return steps_in_samples(training.step_batch_size_schedule, self.data.seq_length)
+        if training.rampup_batch_size is not None:
+            start, increment, samples = training.rampup_batch_size
+            sizes = ramp(start, increment, samples, training.global_batch_size)
+        else:
+            sizes = BatchSizes.constant(training.global_batch_size)
+        if training.decrease_batch_size_if_needed:
+            return round_down(sizes, self.samples_per_step)
+        return sizes
+
+    @property
+    def total_iterations(self) -> int:
+        """Return the length of the run in iterations."""
+        if self.training.train_samples is not None:
+            return self.batch_sizes.iterations(self.training.train_samples)
+        return self.training.train_iters or 0
+
+    @property
+    def total_samples(self) -> int:
+        """Return the samples that the run consumes: those of its full iterations."""
+        return self.batch_sizes.samples(self.total_iterations)

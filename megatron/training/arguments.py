@@ -1,0 +1,309 @@
+"""From flags, a file and a checkpoint to one resolved, checked `RunConfig`.
+
+Flags, file keys and help all follow from the configs' fields; precedence is flag, file, checkpoint
+(with --use-checkpoint-args), derived, default. Every value keeps its origin. What a user got wrong
+raises `UserError`; `run_main` turns that into one message and exit code 2.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from megatron.core import config as configs
+from megatron.core.config import Config, Origin, Spec, option
+from megatron.core.utils import UserError, atomic_path
+from megatron.training import checkpoint_args, flag_status, help_text, rules
+from megatron.training.command_line import (
+    Given,
+    Vocabulary,
+    normalise,
+    read_command_line,
+    read_file,
+)
+from megatron.training.config import RunConfig
+from megatron.training.flag_status import Row
+
+C = TypeVar("C", bound=Config)
+StoredConfig = Callable[[str, int | None], Mapping[str, Any]]
+
+# Megatron's entry points each have a tokenizer of their own by default.
+PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "pretrain_gpt": {"tokenizer_type": "GPT2BPETokenizer"},
+    "pretrain_t5": {"tokenizer_type": "BertWordPieceLowerCase"},
+}
+
+
+class Invocation(Config):
+    """How the program is called, which is no part of the run."""
+
+    config: str | None = option(None, aliases=("--yaml-cfg",), metavar="FILE")
+    """Take settings from a .json or .yaml file; flags win over it."""
+
+    dump_config: str | None = option(None, metavar="FILE")
+    """Write every resolved value with its origin to a .json or .yaml file, and go on."""
+
+    dry_run: bool = option(False)
+    """Check everything, print the plan and exit, without touching a device or data."""
+
+    dry_run_memory: float = option(80.0, metavar="GIB")
+    """Memory of one device, for the plan's largest micro-batch."""
+
+    local_rank: int = option(0)
+    """Accepted from launchers that pass it; their environment variables win."""
+
+
+@dataclass(frozen=True)
+class ParsedRun(Generic[C]):
+    """A resolved run and where each of its values comes from."""
+
+    config: C
+    invocation: Invocation
+    origins: Mapping[str, Origin]
+    no_effect: tuple[str, ...]
+    """Flags that were accepted and change nothing here, as given."""
+    renamed: tuple[str, ...]
+    """``old -> new`` of old spellings."""
+    reports: tuple[str, ...]
+    """What came from the checkpoint, what differs from it, and warnings."""
+
+    def lines(self) -> list[str]:
+        """Return what a run says of its flags when it starts."""
+        lines = []
+        if self.renamed:
+            lines.append(f"flags renamed: {', '.join(self.renamed)}")
+        if self.no_effect:
+            lines.append(f"flags without effect: {', '.join(self.no_effect)}")
+        return [*lines, *self.reports]
+
+
+def parse(
+    argv: Sequence[str] | None = None,
+    program: str = "pretrain_gpt",
+    *,
+    world_size: int | None = None,
+    stored_config: StoredConfig | None = None,
+) -> ParsedRun[RunConfig]:
+    """Return the run that a command line asks for.
+
+    ``--help`` prints and exits.
+
+    Args:
+        argv: words after the program's name; the process's own when absent.
+        program: name of the entry point, which may have defaults of its own.
+        world_size: number of processes that the launcher started; when absent, the dry run's.
+        stored_config: given a checkpoint folder and an iteration (or None for the newest), return
+            the flat config stored there; needed for --use-checkpoint-args.
+
+    Raises:
+        UserError: anything that a user can fix.
+    """
+    parsed, values, origins = _read(argv, RunConfig, program)
+    invocation = parsed.invocation
+    if world_size is not None and not invocation.dry_run:
+        if origins.get("world_size") == "flag":
+            raise UserError(
+                f"--dry-run-world-size ({values['world_size']}) plans a run; add --dry-run"
+            )
+        values["world_size"] = world_size
+        origins["world_size"] = "derived"
+    reports: list[str] = []
+    if values.get("use_checkpoint_args"):
+        stored = _stored(values, stored_config)
+        reports += checkpoint_args.merge(values, origins, stored)
+    for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
+        if values.get(name) is None:
+            values[name] = value
+            origins.setdefault(name, "default")
+    config, flat, derived = _resolve(RunConfig, values)
+    full = _origins(flat, origins, derived)
+    rules.check(config, full)
+    if not invocation.dry_run:
+        rules.check_built(config)
+    config, mapped = rules.map_to_cpu(config, full)
+    notes, warnings = rules.without_effect(config, full), rules.warnings(config, full)
+    run = ParsedRun(
+        config,
+        invocation,
+        full,
+        (*parsed.no_effect, *notes),
+        parsed.renamed,
+        (*reports, *mapped, *warnings),
+    )
+    if invocation.dump_config:
+        dump(run, invocation.dump_config, program)
+    return run
+
+
+def parse_tool(
+    argv: Sequence[str] | None, config_class: type[C], program: str
+) -> tuple[C, dict[str, Origin]]:
+    """Return the config of a tool with flags of its own, and the origin of each value.
+
+    The table of Megatron's other flags does not apply: a tool knows its own flags only.
+    """
+    parsed, values, origins = _read(argv, config_class, program, table={})
+    config, flat, derived = _resolve(config_class, values)
+    full = _origins(flat, origins, derived)
+    if parsed.invocation.dump_config:
+        _write(parsed.invocation.dump_config, program, flat, full)
+    return config, full
+
+
+def run_main(main: Callable[[], int | None], program: str) -> None:
+    """Run an entry point and end the process: 2 for what the user can fix, 1 for other failures."""
+    try:
+        code = main() or 0
+    except UserError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        code = 2
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def dump(run: ParsedRun[Any], path: str, program: str) -> None:
+    """Write the resolved run with the origin of each value."""
+    _write(path, program, run.config.flatten(), run.origins)
+
+
+@dataclass
+class _Parsed:
+    invocation: Invocation
+    no_effect: tuple[str, ...]
+    renamed: tuple[str, ...]
+
+
+def _read(
+    argv: Sequence[str] | None,
+    config_class: type[Config],
+    program: str,
+    table: Mapping[str, Row] | None = None,
+) -> tuple[_Parsed, dict[str, Any], dict[str, Origin]]:
+    """Return what was given, by name, without resolving it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    declared = {**configs.specs(config_class), **configs.specs(Invocation)}
+    if {"--help", "-h"} & set(words):
+        print(help_text.render(config_class, Invocation, program))
+        sys.exit(0)
+    vocabulary = Vocabulary(declared, flag_status.load() if table is None else table)
+    given = read_command_line(words, vocabulary)
+    files = [g for g in given if isinstance(g.target, Spec) and g.target.name == "config"]
+    if files:
+        given = read_file(files[-1].values[0], vocabulary) + given
+    given, no_effect, renamed = _apply_table(given, vocabulary)
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for item in given:
+        assert isinstance(item.target, Spec)
+        values[item.target.name] = _value(item, item.target)
+        origins[item.target.name] = item.place
+    calls = configs.specs(Invocation)
+    invocation, _, _ = _resolve(
+        Invocation, {name: values.pop(name) for name in list(values) if name in calls}
+    )
+    for name in calls:
+        origins.pop(name, None)
+    return _Parsed(invocation, no_effect, renamed), values, origins
+
+
+def _apply_table(
+    given: Sequence[Given], vocabulary: Vocabulary
+) -> tuple[list[Given], tuple[str, ...], tuple[str, ...]]:
+    """Replace old spellings, set aside flags without effect, refuse what is refused."""
+    found: list[Given] = []
+    fallbacks: list[Given] = []
+    no_effect: list[str] = []
+    renamed: list[str] = []
+    for item in given:
+        row = item.target
+        if isinstance(row, Spec):
+            found.append(item)
+            continue
+        words = list(map(str, item.values))
+        if row.status == "refused" and not row.asks_nothing(words):
+            raise row.refuse(words)
+        if row.status != "successor":
+            no_effect.append(item.text)
+            continue
+        tokens = row.expand(words)
+        successors = [
+            Given(new.flag, new.values, item.place, new.target)
+            for new in read_command_line(tokens, vocabulary)
+        ]
+        more, silent, _ = _apply_table(successors, vocabulary)
+        (fallbacks if row.is_fallback else found).extend(more)
+        no_effect += silent
+        renamed.append(f"{item.text} -> {' '.join(tokens)}")
+    unique = tuple(dict.fromkeys(no_effect)), tuple(dict.fromkeys(renamed))
+    return [*fallbacks, *found], *unique
+
+
+def _value(item: Given, spec: Spec) -> Any:
+    """Return the value that a field takes from what was given."""
+    for flag, constant in spec.constants.items():
+        if normalise(flag) == item.flag:
+            return constant
+    try:
+        if spec.base is bool and spec.count == "one" and spec.parse is None:
+            value = _boolean(item)
+            return not value if normalise(spec.negative or "") == item.flag else value
+        return spec.convert(item.values[0] if spec.count == "one" else list(item.values))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _boolean(item: Given) -> bool:
+    if not item.values:
+        return True
+    word = str(item.values[0]).lower()
+    if word in ("true", "1"):
+        return True
+    if word in ("false", "0"):
+        return False
+    raise UserError(f"{item.flag} takes no value, not {item.values[0]!r}")
+
+
+def _resolve(
+    config_class: type[C], values: Mapping[str, Any]
+) -> tuple[C, dict[str, Any], set[str]]:
+    try:
+        return configs.resolve(config_class, values)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _origins(
+    flat: Mapping[str, Any], given: Mapping[str, Origin], derived: set[str]
+) -> dict[str, Origin]:
+    return {name: "derived" if name in derived else given.get(name, "default") for name in flat}
+
+
+def _stored(values: Mapping[str, Any], reader: StoredConfig | None) -> Mapping[str, Any]:
+    folder = values.get("load") or values.get("pretrained_checkpoint")
+    if not folder:
+        raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
+    assert reader is not None, "this entry point gives no reader of stored configs"
+    return reader(folder, values.get("ckpt_step"))
+
+
+def _write(path: str, program: str, flat: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
+    content = {"program": program, "config": dict(flat), "origins": dict(origins)}
+    if path.endswith((".yaml", ".yml")):
+        import yaml
+
+        # JSON first: tuples become lists, which YAML writes plainly.
+        text = yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False)
+    elif path.endswith(".json"):
+        text = json.dumps(content, indent=2) + "\n"
+    else:
+        raise UserError(f"--dump-config {path}: the name must end in .json, .yaml or .yml")
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

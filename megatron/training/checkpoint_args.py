@@ -1,0 +1,146 @@
+"""--use-checkpoint-args: which settings a checkpoint decides, and what a flag may still change.
+
+Three kinds of settings. The *architecture* is the checkpoint's: the weights have its shapes, or
+mean something else under another choice, so a flag or file that contradicts it is an error. What
+is *adopted* comes from the checkpoint unless it was given; a difference is reported. All others
+(layout, schedule, data, logging) are the command line's alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.core.config import Origin, Spec, specs
+from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.transformer.config import InitConfig, TransformerConfig
+from megatron.core.utils import UserError
+from megatron.training.config import RunConfig
+
+# Of the transformer's settings, those that weights do not depend on.
+CHANGEABLE = (
+    "hidden_dropout",
+    "attention_dropout",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+# Backends are this machine's business, initial values are never used after a load.
+IGNORED = ("attention_backend", "transformer_impl")
+# Padded rows belong to a layout, not to the model.
+TOKENIZER_IGNORED = ("padded_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size")
+OBJECTIVE = ("calculate_per_token_loss", "seq_length")
+
+
+def architecture() -> dict[str, Spec]:
+    """Return the settings that a checkpoint decides."""
+    initial = specs(InitConfig)
+    return {
+        name: spec
+        for name, spec in specs(TransformerConfig).items()
+        if name not in CHANGEABLE
+        and name not in IGNORED
+        and name not in initial
+        # The learned table has this many rows; `adopted` has it for other positions.
+        and name != "max_position_embeddings"
+    }
+
+
+def adopted() -> dict[str, Spec]:
+    """Return the settings that a checkpoint gives unless the user does."""
+    run = specs(RunConfig)
+    tokenizer = [name for name in specs(TokenizerConfig) if name not in TOKENIZER_IGNORED]
+    names = (*CHANGEABLE, "max_position_embeddings", *OBJECTIVE, *tokenizer)
+    return {name: run[name] for name in names}
+
+
+def merge(
+    given: dict[str, Any], origins: dict[str, Origin], stored: Mapping[str, Any]
+) -> list[str]:
+    """Add the checkpoint's settings to those given, and return lines that report it.
+
+    Both mappings are completed in place; values that come from the checkpoint have that origin.
+
+    Raises:
+        UserError: a flag or file contradicts the stored architecture.
+    """
+    fixed = architecture()
+    if stored.get("position_embedding_type") == "learned_absolute":
+        fixed["max_position_embeddings"] = specs(TransformerConfig)["max_position_embeddings"]
+    conflicts = [
+        f"{spec.flag} {_show(given[name])} ({origins[name]}) but the checkpoint has "
+        f"{_show(stored[name])}"
+        for name, spec in fixed.items()
+        if name in given and name in stored and not _same(given[name], stored[name])
+    ]
+    if conflicts:
+        raise UserError(
+            f"--use-checkpoint-args: {'; '.join(conflicts)}. Remove the setting, or load a "
+            "checkpoint of that architecture"
+        )
+    free = {name: spec for name, spec in adopted().items() if name not in fixed}
+    return [*_take_fixed(given, origins, stored, fixed), *_adopt(given, origins, stored, free)]
+
+
+def _take_fixed(
+    given: dict[str, Any],
+    origins: dict[str, Origin],
+    stored: Mapping[str, Any],
+    fixed: Mapping[str, Spec],
+) -> Iterator[str]:
+    taken = []
+    for name, spec in fixed.items():
+        if name in stored and name not in given:
+            given[name] = _convert(spec, stored[name])
+            origins[name] = "checkpoint"
+            if given[name] != spec.default:
+                taken.append(f"{spec.flag} {_show(given[name])}")
+    if taken:
+        yield f"from the checkpoint: {', '.join(taken)}"
+
+
+def _adopt(
+    given: dict[str, Any],
+    origins: dict[str, Origin],
+    stored: Mapping[str, Any],
+    free: Mapping[str, Spec],
+) -> Iterator[str]:
+    tokenizer = specs(TokenizerConfig)
+    keep_tokenizer = given.get("use_tokenizer_model_from_checkpoint_args", True)
+    # One tokenizer file named by the user replaces the stored tokenizer as a whole.
+    own_tokenizer = any(
+        name in given for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    )
+    for name, spec in free.items():
+        if name not in stored:
+            continue
+        if name in given:
+            if not _same(given[name], stored[name]):
+                yield (
+                    f"{spec.flag} {_show(given[name])} ({origins[name]}) replaces the "
+                    f"checkpoint's {_show(stored[name])}"
+                )
+        elif name not in tokenizer:
+            given[name] = _convert(spec, stored[name])
+            origins[name] = "checkpoint"
+        elif keep_tokenizer and not own_tokenizer:
+            given[name] = _convert(spec, stored[name])
+            origins[name] = "checkpoint"
+
+
+def _convert(spec: Spec, value: Any) -> Any:
+    try:
+        return spec.convert(value)
+    except ValueError as error:
+        raise UserError(f"the checkpoint's {spec.name} cannot be used: {error}") from None
+
+
+def _same(given: Any, stored: Any) -> bool:
+    """Compare values, a stored JSON list being a tuple."""
+    return bool(_plain(given) == _plain(stored))
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,463 @@
+"""Rules across configs: what must fit together, one small function each.
+
+A rule takes the run and the origin of each value, and raises `UserError` naming the flags, their
+values and what to change. A rule looks only at the features it is about. `check` runs those that
+hold for every run and for a dry run; `check_built` those of a run that is to start.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from megatron.core.config import Origin
+from megatron.core.utils import UserError
+from megatron.training.config import RunConfig
+
+Origins = Mapping[str, Origin]
+Rule = Callable[[RunConfig, Origins], None]
+
+
+def check(config: RunConfig, origins: Origins) -> None:
+    """Apply every rule that needs no device and no data.
+
+    Raises:
+        UserError: the first rule that the run breaks.
+    """
+    for rule in RULES:
+        rule(config, origins)
+
+
+def world_holds_the_layout(config: RunConfig, origins: Origins) -> None:
+    """The dense and the expert layout must each fill the processes a whole number of times."""
+    parallel, world = config.parallel, config.process.world_size
+    dense = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    )
+    expert = (
+        "expert_tensor_parallel_size",
+        "expert_model_parallel_size",
+        "pipeline_model_parallel_size",
+    )
+    for names in (dense, expert):
+        product = 1
+        for name in names:
+            size = getattr(parallel, name)
+            if size < 1:
+                raise UserError(f"{flag(name)} ({size}) must be at least 1")
+            product *= size
+        if world % product:
+            factors = " x ".join(
+                f"{flag(name)} {getattr(parallel, name)} ({origins[name]})" for name in names
+            )
+            raise UserError(
+                f"{world} process{'es' * (world > 1)} cannot hold {factors} = {product}; start a "
+                f"multiple of {product} processes (such as {nearest_multiples(world, product)}), "
+                f"or choose sizes whose product divides {world}: {listed(divisors(world))}"
+            )
+    parallel.grids(world)
+
+
+def heads_fill_the_hidden_size(config: RunConfig, origins: Origins) -> None:
+    """Unless --kv-channels says otherwise, heads share the hidden size."""
+    hidden, heads = config.model.hidden_size, config.model.attention.num_attention_heads
+    if origins["kv_channels"] in ("derived", "default") and hidden % heads:
+        raise UserError(
+            f"--hidden-size ({hidden}) is not divisible by --num-attention-heads ({heads}); try "
+            f"{nearest_of(divisors(hidden), heads)} heads, or set --kv-channels"
+        )
+
+
+def heads_divide_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
+    """Every tensor-parallel rank gets whole heads; groups are split or repeated."""
+    tp, attention = config.parallel.tensor_model_parallel_size, config.model.attention
+    heads, groups = attention.num_attention_heads, attention.num_query_groups
+    if heads % tp:
+        raise UserError(
+            f"--num-attention-heads ({heads}) is not divisible by --tensor-model-parallel-size "
+            f"({tp}); try --tensor-model-parallel-size {nearest_of(divisors(heads), tp)}"
+        )
+    if groups % tp and tp % groups:
+        fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+        raise UserError(
+            f"--num-query-groups ({groups}) and --tensor-model-parallel-size ({tp}): one must "
+            f"divide the other; try --tensor-model-parallel-size {nearest_of(fitting, tp)}"
+        )
+
+
+def widths_divide_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
+    """Every tensor-parallel rank gets the same share of the MLP."""
+    tp, width = config.parallel.tensor_model_parallel_size, config.model.mlp.ffn_hidden_size
+    if width % tp:
+        raise UserError(
+            f"--ffn-hidden-size ({width}, {origins['ffn_hidden_size']}) is not divisible by "
+            f"--tensor-model-parallel-size ({tp}); try {nearest_multiples(width, tp)}"
+        )
+
+
+def vocabulary_divides_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
+    """Rows that are not padded must divide as they are."""
+    tp, tokenizer = config.parallel.tensor_model_parallel_size, config.tokenizer
+    rows = tokenizer.padded_vocab_size
+    if rows is not None and rows % tp:
+        raise UserError(
+            f"--padded-vocab-size ({rows}) is not divisible by --tensor-model-parallel-size ({tp});"
+            f" try {nearest_multiples(rows, tp)}"
+        )
+
+
+def every_stage_has_a_layer(config: RunConfig, origins: Origins) -> None:
+    """A pipeline stage without a layer would only cost time."""
+    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if stages > layers:
+        raise UserError(
+            f"--pipeline-model-parallel-size ({stages}) is more than --num-layers ({layers}); "
+            f"use at most {layers} stages"
+        )
+
+
+def sequence_divides(config: RunConfig, origins: Origins) -> None:
+    """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism."""
+    seq, cp = config.data.seq_length, config.parallel.context_parallel_size
+    tp = config.parallel.tensor_model_parallel_size
+    unit = 2 * cp if cp > 1 else 1
+    why = f"2 x --context-parallel-size ({cp})" if cp > 1 else ""
+    if config.parallel.sequence_parallel and tp > 1:
+        # Each context-parallel rank holds two pieces, which are then shared out over TP.
+        unit = cp * tp if cp * tp % unit == 0 else unit * tp
+        why = f"{why} and " * bool(why) + f"--tensor-model-parallel-size ({tp}), whose ranks "
+        why += "share the sequence under --sequence-parallel"
+    if seq % unit:
+        raise UserError(
+            f"--seq-length ({seq}) is not divisible by {unit}, which follows from {why}; try "
+            f"{nearest_multiples(seq, unit)}"
+        )
+
+
+def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
+    """A learned table has a row for each position."""
+    position, seq = config.model.position, config.data.seq_length
+    rows = position.max_position_embeddings
+    if position.position_embedding_type == "learned_absolute" and rows < seq:
+        raise UserError(
+            f"--max-position-embeddings ({rows}) is less than --seq-length ({seq}); raise it to "
+            f"{seq} or shorten the sequence (learned positions end at the table's last row)"
+        )
+
+
+def experts_need_an_expert_model(config: RunConfig, origins: Origins) -> None:
+    """Expert parallelism spreads experts, of which a dense model has none."""
+    size = config.parallel.expert_model_parallel_size
+    if size > 1:
+        raise UserError(
+            f"--expert-model-parallel-size ({size}) spreads experts, but the model is dense; "
+            "remove it"
+        )
+
+
+def batch_divides(config: RunConfig, origins: Origins) -> None:
+    """The global batch is a whole number of microbatches on every replica."""
+    training, unit = config.training, config.samples_per_step
+    size = training.global_batch_size
+    if training.step_batch_size_schedule is not None or training.decrease_batch_size_if_needed:
+        if size < unit and training.step_batch_size_schedule is None:
+            raise UserError(
+                f"--global-batch-size ({size}) is less than {_unit_text(config)}; it cannot be "
+                "decreased to a multiple of that"
+            )
+        return
+    if size % unit:
+        raise UserError(
+            f"--global-batch-size ({size}) is not divisible by {_unit_text(config)}; try "
+            f"{nearest_multiples(size, unit)}, or --decrease-batch-size-if-needed"
+        )
+
+
+def ramp_up_reaches_the_batch(config: RunConfig, origins: Origins) -> None:
+    """START + n x INCREMENT is the global batch, and each of these is made of microbatches."""
+    training = config.training
+    if training.rampup_batch_size is None:
+        return
+    if training.step_batch_size_schedule is not None:
+        raise UserError(
+            "--rampup-batch-size and --step-batch-size-schedule exclude each other; drop one"
+        )
+    start, increment, samples = training.rampup_batch_size
+    final, name = (
+        training.global_batch_size,
+        f"--rampup-batch-size {listed(training.rampup_batch_size, ' ')}",
+    )
+    if start < 1 or increment < 1 or samples < 0:
+        raise UserError(f"{name}: START and INCREMENT must be at least 1, SAMPLES at least 0")
+    if start > final or (final - start) % increment:
+        reached = range(start, max(start, final) + increment, increment)
+        raise UserError(
+            f"{name}: steps of {increment} from {start} do not reach --global-batch-size "
+            f"({final}); try --global-batch-size {nearest_of(reached, final)}"
+        )
+    unit = config.samples_per_step
+    if not training.decrease_batch_size_if_needed and (start % unit or increment % unit):
+        raise UserError(
+            f"{name}: START and INCREMENT must be divisible by {_unit_text(config)}; try START "
+            f"{nearest_multiples(start, unit)} and INCREMENT {nearest_multiples(increment, unit)}, "
+            "or --decrease-batch-size-if-needed"
+        )
+
+
+def batch_steps_divide(config: RunConfig, origins: Origins) -> None:
+    """Each size of --step-batch-size-schedule is made of microbatches."""
+    training = config.training
+    if training.step_batch_size_schedule is None:
+        return
+    sizes = config.batch_sizes
+    for size in sizes.sizes:
+        if size % config.samples_per_step:
+            raise UserError(
+                f"--step-batch-size-schedule: size {size} is not divisible by "
+                f"{_unit_text(config)}; try {nearest_multiples(size, config.samples_per_step)}"
+            )
+    if origins["global_batch_size"] in ("flag", "file") and (
+        training.global_batch_size != sizes.final
+    ):
+        raise UserError(
+            f"--global-batch-size ({training.global_batch_size}) contradicts the last size of "
+            f"--step-batch-size-schedule ({sizes.final}); drop --global-batch-size"
+        )
+    if training.decrease_batch_size_if_needed:
+        raise UserError(
+            "--step-batch-size-schedule and --decrease-batch-size-if-needed exclude each other; "
+            "drop one"
+        )
+
+
+def run_has_one_length(config: RunConfig, origins: Origins) -> None:
+    """The length is in iterations or in samples."""
+    training = config.training
+    iterations, samples = training.train_iters, training.train_samples
+    if iterations is not None and samples is not None:
+        raise UserError(
+            f"--train-iters ({iterations}) and --train-samples ({samples}) both give the length "
+            "of the run; drop one"
+        )
+    if iterations is None and samples is None and not training.skip_train:
+        raise UserError("the run has no length; give --train-iters or --train-samples")
+
+
+def schedule_fits_the_run(config: RunConfig, origins: Origins) -> None:
+    """Schedule lengths have the unit of the run's length, and a warm-up ends before the decay."""
+    training, schedule = config.training, config.schedule
+    if training.skip_train:
+        return
+    if schedule.lr is None:
+        raise UserError("--lr is required: the peak learning rate")
+    unit, other = (
+        ("samples", "iters")
+        if training.train_samples is not None
+        else (
+            "iters",
+            "samples",
+        )
+    )
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(schedule, f"{name}_{other}"):
+            raise UserError(
+                f"{flag(f'{name}_{other}')} ({getattr(schedule, f'{name}_{other}')}) has another "
+                f"unit than --train-{unit}; give {flag(f'{name}_{unit}')}"
+            )
+    total = training.train_samples if unit == "samples" else training.train_iters
+    given_decay = getattr(schedule, f"lr_decay_{unit}")
+    decay = given_decay if given_decay is not None else total
+    warmup = getattr(schedule, f"lr_warmup_{unit}")
+    if decay and warmup >= decay:
+        where = flag(f"lr_decay_{unit}") if given_decay is not None else f"--train-{unit}"
+        raise UserError(
+            f"{flag(f'lr_warmup_{unit}')} ({warmup}) must be less than {where} ({decay})"
+        )
+    fall = getattr(schedule, f"lr_wsd_decay_{unit}")
+    if schedule.lr_decay_style == "WSD":
+        if fall is None:
+            raise UserError(f"--lr-decay-style WSD needs {flag(f'lr_wsd_decay_{unit}')}")
+        if decay and warmup + fall > decay:
+            raise UserError(
+                f"{flag(f'lr_warmup_{unit}')} ({warmup}) and {flag(f'lr_wsd_decay_{unit}')} "
+                f"({fall}) are together longer than the decay ({decay})"
+            )
+
+
+def checkpoints_have_a_folder(config: RunConfig, origins: Origins) -> None:
+    """What names an iteration to load needs a place to load from."""
+    checkpoint = config.checkpoint
+    if checkpoint.ckpt_step is not None and not (
+        checkpoint.load or checkpoint.pretrained_checkpoint
+    ):
+        raise UserError(f"--ckpt-step ({checkpoint.ckpt_step}) needs --load")
+    if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
+        raise UserError("--exit-on-missing-checkpoint needs --load")
+
+
+def profiled_ranks_exist(config: RunConfig, origins: Origins) -> None:
+    """A profile that no rank takes would be missed at the end only."""
+    world, ranks = config.process.world_size, config.profiling.profile_ranks
+    absent = [rank for rank in ranks if not 0 <= rank < world]
+    if config.profiling.profile and absent:
+        raise UserError(
+            f"--profile-ranks: {listed(absent)} not among the {world} processes; ranks count from "
+            f"0 to {world - 1}"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    world_holds_the_layout,
+    heads_fill_the_hidden_size,
+    heads_divide_over_tensor_ranks,
+    widths_divide_over_tensor_ranks,
+    vocabulary_divides_over_tensor_ranks,
+    every_stage_has_a_layer,
+    experts_need_an_expert_model,
+    sequence_divides,
+    positions_reach_the_sequence,
+    ramp_up_reaches_the_batch,
+    batch_divides,
+    batch_steps_divide,
+    run_has_one_length,
+    schedule_fits_the_run,
+    checkpoints_have_a_folder,
+    profiled_ranks_exist,
+)
+
+
+def check_built(config: RunConfig) -> None:
+    """Refuse what a dry run plans but a run cannot do yet, and a run without data.
+
+    Raises:
+        UserError: the run asks for several processes or names no data.
+    """
+    parallel = config.parallel
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--context-parallel-size": parallel.context_parallel_size,
+        "processes": config.process.world_size,
+    }
+    above = [f"{name} ({size})" for name, size in sizes.items() if size > 1]
+    if above:
+        raise UserError(
+            f"{' and '.join(above)}: runs of more than one process are built in a later version; "
+            "start one process, or plan this one with --dry-run --dry-run-world-size "
+            f"{max(config.process.world_size, parallel.model_parallel_size)}"
+        )
+    if not config.data.sources:
+        raise UserError("no data: give --data-path PREFIX (or --train-data-path), or --mock-data")
+
+
+# Choices that only exist on CUDA: name, values, what stands for them on the CPU.
+_CUDA_ONLY = (
+    ("process", "distributed_backend", ("nccl",), "gloo"),
+    ("model", "transformer_impl", ("transformer_engine",), "auto"),
+    ("model", "attention_backend", ("flash", "fused"), "auto"),
+)
+
+
+def cuda_only(config: RunConfig) -> list[str]:
+    """Return the choices of a run that only exist on CUDA, as flags."""
+    return [
+        f"{flag(name)} {getattr(getattr(config, part), name)}"
+        for part, name, values, _ in _CUDA_ONLY
+        if getattr(getattr(config, part), name) in values
+    ]
+
+
+def map_to_cpu(config: RunConfig, origins: Origins) -> tuple[RunConfig, list[str]]:
+    """Return the run with the CPU reference for CUDA's choices, and a line that lists them.
+
+    Only ``--device cpu`` asks for this; any other run is returned as it is.
+    """
+    chosen = cuda_only(config)
+    if config.process.device != "cpu" or not chosen:
+        return config, []
+    for part, name, values, substitute in _CUDA_ONLY:
+        section = getattr(config, part)
+        if getattr(section, name) in values:
+            config = replace(config, **{part: replace(section, **{name: substitute})})
+    return config, [f"--device cpu: the CPU reference stands in for {', '.join(chosen)}"]
+
+
+def check_device(config: RunConfig, cuda_is_available: bool) -> None:
+    """Refuse a device, or a choice that needs one, that this machine does not have.
+
+    Raises:
+        UserError: the run needs CUDA and there is none.
+    """
+    needs = cuda_only(config)
+    if config.process.device == "cuda":
+        needs = ["--device cuda", *needs]
+    if needs and not cuda_is_available:
+        raise UserError(
+            f"{', '.join(needs)}: no CUDA device here; add --device cpu to use the CPU reference"
+        )
+
+
+def without_effect(config: RunConfig, origins: Origins) -> list[str]:
+    """Return the given settings that change nothing in this run, each with the reason."""
+    given = {name for name, origin in origins.items() if origin in ("flag", "file")}
+    notes = []
+    if not config.checkpoint.save:
+        for name in ("save_interval", "save_retain_interval", "save_keep_last"):
+            if name in given:
+                notes.append(f"{flag(name)} (no --save)")
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        notes.append("--sequence-parallel (--tensor-model-parallel-size is 1)")
+    if "manual_gc_interval" in given and not config.training.manual_gc:
+        notes.append("--manual-gc-interval (no --manual-gc)")
+    if config.checkpoint.finetune and not (
+        config.checkpoint.load or config.checkpoint.pretrained_checkpoint
+    ):
+        notes.append("--finetune (no --load)")
+    return notes
+
+
+def warnings(config: RunConfig, origins: Origins) -> list[str]:
+    """Return what a user should know although nothing is wrong."""
+    found = []
+    if config.data.eod_mask_loss and origins["calculate_per_token_loss"] == "default":
+        found.append(
+            "warning: with --eod-mask-loss microbatches count different numbers of tokens; the "
+            "loss is averaged over all of the batch's tokens (--calculate-per-token-loss), while "
+            "--no-calculate-per-token-loss averages the microbatches' means as Megatron-LM does"
+        )
+    return found
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def divisors(number: int) -> list[int]:
+    """Return every divisor in ascending order."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """Return the multiples of ``unit`` below and above ``value``, as ``16 or 24``."""
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return listed(sorted({n for n in (below, above) if n > 0}), " or ")
+
+
+def nearest_of(choices: Iterable[int], value: int) -> str:
+    """Return the choices next to ``value`` on either side."""
+    ordered = sorted(choices)
+    below = [n for n in ordered if n <= value][-1:]
+    above = [n for n in ordered if n >= value][:1]
+    return listed(sorted({*below, *above}), " or ")
+
+
+def listed(values: Iterable[object], separator: str = ", ") -> str:
+    """Return values joined for a message."""
+    return separator.join(map(str, values))
+
+
+def _unit_text(config: RunConfig) -> str:
+    micro, replicas = config.training.micro_batch_size, config.data_parallel_size
+    return f"{micro * replicas} = --micro-batch-size ({micro}) x data-parallel size ({replicas})"
