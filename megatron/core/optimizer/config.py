@@ -37,10 +37,13 @@ class OptimizerConfig(Config):
     """Momentum of SGD."""
 
     def __post_init__(self) -> None:
-        for name in ("weight_decay", "clip_grad", "adam_eps", "sgd_momentum"):
+        for name in ("weight_decay", "clip_grad", "sgd_momentum"):
             value = getattr(self, name)
             if not value >= 0:
                 raise UserError(f"{_flag(name)} ({value}) must not be negative")
+        # Weights that never get a gradient would otherwise become 0 / 0.
+        if not self.adam_eps > 0:
+            raise UserError(f"--adam-eps ({self.adam_eps}) must be above 0")
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:

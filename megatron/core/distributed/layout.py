@@ -1,0 +1,169 @@
+"""Where each parameter lies in its flat buffer: plain arithmetic, so a dry run knows every byte.
+
+Parameters that are alike to collectives (one dtype, gradients summed over one set of axes) share a
+buffer. Within it they are ordered by optimizer group, so that one fused call updates a group, and
+backwards in the model within a group, so that the gradients of the first bucket are ready first:
+
+    | group "decay": last layer ... first layer | group "no_decay": ... | padding |
+    |  bucket 0      |  bucket 1      |  bucket 2 ...                             |
+
+Every parameter starts at a multiple of `ALIGNMENT` elements, every bucket is a whole number of
+aligned shares for the data-parallel ranks. Gaps hold zeros for ever: nobody writes to them.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.utils import divide, round_up
+
+ALIGNMENT = 64
+"""Elements; a multiple of every vector width, and of a cache line in any dtype."""
+
+Range = tuple[int, int]
+"""Half-open (start, stop) in elements."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter to be placed."""
+
+    name: str
+    numel: int
+    key: Hashable
+    """Parameters with equal keys share a buffer."""
+    group: str
+    """Optimizer group; groups lie in alphabetical order."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter."""
+
+    index: int
+    """Position in the list of items."""
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """The layout of one flat buffer."""
+
+    key: Hashable
+    slots: tuple[Slot, ...]
+    segments: tuple[tuple[str, Range], ...]
+    """(group, range) of each optimizer group, in order."""
+    buckets: tuple[Range, ...]
+    """Ranges that one collective reduces; they tile the buffer."""
+    size: int
+    """Elements, gaps and padding included."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements that belong to parameters."""
+        return sum(slot.stop - slot.start for slot in self.slots)
+
+    def group_of(self, slot: Slot) -> str:
+        """Return the optimizer group of a slot."""
+        return next(group for group, (start, stop) in self.segments if start <= slot.start < stop)
+
+    def shards(self, coordinate: int, count: int) -> list[Range]:
+        """Return the ranges that one of ``count`` ranks updates: an equal share of each bucket.
+
+        A single rank has one range, the whole buffer.
+        """
+        if count == 1:
+            return [(0, self.size)]
+        ranges = []
+        for start, stop in self.buckets:
+            share = divide(stop - start, count)
+            ranges.append((start + coordinate * share, start + (coordinate + 1) * share))
+        return ranges
+
+
+def plan_buffers(
+    items: Sequence[Item], data_size: int = 1, bucket_size: int | None = None
+) -> list[BufferPlan]:
+    """Return the buffers that hold ``items``, ordered by the first item of each.
+
+    Args:
+        items: parameters in the model's order.
+        data_size: ranks that every bucket must divide over.
+        bucket_size: elements after which a bucket is closed; absent, a buffer is one bucket.
+    """
+    keyed: dict[Hashable, list[int]] = {}
+    for index, item in enumerate(items):
+        keyed.setdefault(item.key, []).append(index)
+    return [_plan(items, key, indices, data_size, bucket_size) for key, indices in keyed.items()]
+
+
+def _plan(
+    items: Sequence[Item],
+    key: Hashable,
+    indices: Sequence[int],
+    data_size: int,
+    bucket_size: int | None,
+) -> BufferPlan:
+    ordered = sorted(indices, key=lambda index: (items[index].group, -index))
+    slots: list[Slot] = []
+    bounds: dict[str, Range] = {}
+    buckets: list[Range] = []
+    bucket_start = position = 0
+    for index in ordered:
+        item = items[index]
+        slots.append(Slot(index, item.name, position, position + item.numel))
+        start = bounds.get(item.group, (position, 0))[0]
+        bounds[item.group] = (start, position + item.numel)
+        position = round_up(position + item.numel, ALIGNMENT)
+        last = index == ordered[-1]
+        if last or (bucket_size is not None and position - bucket_start >= bucket_size):
+            position = bucket_start + round_up(position - bucket_start, ALIGNMENT * data_size)
+            buckets.append((bucket_start, position))
+            bucket_start = position
+    return BufferPlan(key, tuple(slots), tuple(bounds.items()), tuple(buckets), position)
+
+
+def intersect(first: Range, second: Range) -> Range | None:
+    """Return the common part of two ranges, or None when there is none."""
+    start, stop = max(first[0], second[0]), min(first[1], second[1])
+    return (start, stop) if start < stop else None
+
+
+def box_ranges(shape: Sequence[int], box: Sequence[Range]) -> Iterator[Range]:
+    """Yield the flat ranges that a box covers in a row-major tensor of ``shape``, in order."""
+    if any(start >= stop for start, stop in box):
+        return
+    # Dims from `inner` on are covered whole, so a step along the dim before them is contiguous.
+    inner = len(shape)
+    while inner > 0 and box[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    if inner == 0:
+        yield 0, math.prod(shape)
+        return
+    row = math.prod(shape[inner:])
+    start, stop = box[inner - 1]
+    for base in _offsets(shape[: inner - 1], box[: inner - 1]):
+        offset = base * shape[inner - 1]
+        yield (offset + start) * row, (offset + stop) * row
+
+
+def _offsets(shape: Sequence[int], box: Sequence[Range]) -> Iterator[int]:
+    """Yield the flat index of every position of a box, row-major."""
+    if not shape:
+        yield 0
+        return
+    for base in _offsets(shape[:-1], box[:-1]):
+        yield from range(base * shape[-1] + box[-1][0], base * shape[-1] + box[-1][1])
+
+
+def merge(ranges: Sequence[Range], gap: int = 0) -> list[Range]:
+    """Return ascending ranges joined where at most ``gap`` elements lie between them."""
+    merged: list[Range] = []
+    for start, stop in ranges:
+        if merged and start - merged[-1][1] <= gap:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
