@@ -18,7 +18,7 @@ from megatron.core.optimizer.groups import Settings
 class Adam:
     """The update rule of ``--optimizer adam``."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1, self.beta2 = config.adam_beta1, config.adam_beta2

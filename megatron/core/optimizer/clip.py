@@ -2,8 +2,8 @@
 
 The norm runs over every logical element of the model once: each rank sums the squares of the
 elements it owns (`sharding.Sharding.owned`), and one sum over the world adds them up, so that every
-rank clips by the same number. No value is a sentinel: a gradient of zeros has norm 0 and is left alone,
-and a norm that is not finite says so.
+rank clips by the same number. No value is a sentinel: a gradient of zeros has norm 0 and is left
+alone, and a norm that is not finite says so.
 """
 
 from collections.abc import Iterable

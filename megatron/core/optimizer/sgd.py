@@ -1,6 +1,6 @@
 """Stochastic gradient descent with momentum, on flat ranges.
 
-b = momentum b + g + wd p        p = p - lr b
+With ``b`` the momentum buffer, ``b = momentum b + g + wd p`` and then ``p = p - lr b``.
 """
 
 import torch
