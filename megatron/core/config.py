@@ -150,20 +150,20 @@ class Spec:
         elif self.base is str:
             value = str(value)
         else:
-            text = str(value).replace("_", "")
-            try:
-                value = self.base(text)
-            except ValueError:
-                if self.base is int and float(text).is_integer():
-                    value = int(float(text))  # 1e6 in a YAML file
-                else:
-                    raise ValueError(
-                        f"{self.flag} takes {self.base.__name__}, not {value!r}"
-                    ) from None
+            value = self._number(str(value).replace("_", ""))
         if self.choices is not None and value not in self.choices:
             listed = ", ".join(map(str, self.choices))
             raise ValueError(f"{self.flag} is one of {listed}; not {value!r}")
         return value
+
+    def _number(self, text: str) -> int | float:
+        try:
+            if self.base is float:
+                return float(text)
+            # 1e6 in a YAML file is a whole number; plain digits keep all of theirs.
+            return int(text) if text.lstrip("+-").isdigit() else _whole(float(text))
+        except (ValueError, OverflowError):
+            raise ValueError(f"{self.flag} takes {self.base.__name__}, not {text!r}") from None
 
 
 def specs(cls: type[Config]) -> dict[str, Spec]:
@@ -326,6 +326,12 @@ def _field_docs(cls: type[Config]) -> dict[str, str]:
         ):
             docs[node.target.id] = inspect.cleandoc(str(following.value.value)).replace("\n", " ")
     return docs
+
+
+def _whole(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError(f"{number} is not whole")
+    return int(number)
 
 
 def _tupled(value: Any) -> Any:

@@ -96,7 +96,7 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         query_positions_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return losses ``[B, S]`` of every token or, without labels, logits ``[B, S, vocab_size]``.
+        """Return every token's loss ``[B, S]`` or, without labels, logits ``[B, S, vocab_size]``.
 
         Args:
             tokens_BS: token ids.

@@ -1,0 +1,77 @@
+"""Vocabulary-cut cross entropy against torch's, with padding, smoothing and any upstream weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.mesh import Mesh
+from megatron.core.sharding import Init
+from megatron.core.tensor_parallel.cross_entropy import cross_entropy
+from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding, VocabularyRows
+
+
+@pytest.mark.parametrize("padded", [11, 16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_equals_torch(padded: int, smoothing: float) -> None:
+    torch.manual_seed(0)
+    mesh = Mesh.serial()
+    logits = (torch.randn(5, 2, padded, dtype=torch.float64) * 4).requires_grad_()
+    labels = torch.randint(0, 11, (5, 2))
+    weights = torch.rand(5, 2, dtype=torch.float64)
+    expected = F.cross_entropy(
+        logits[..., :11].flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        label_smoothing=smoothing,
+    ).view(5, 2)
+    (want,) = torch.autograd.grad((expected * weights).sum(), logits)
+    losses = cross_entropy(
+        logits.clone(), labels, VocabularyRows(11, padded, mesh), mesh.tp, smoothing
+    )
+    (got,) = torch.autograd.grad((losses * weights).sum(), logits)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert (got[..., 11:] == 0).all()
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    mesh = Mesh.serial()
+    logits = torch.tensor([[[1e4, -1e4, 0.0]]], requires_grad=True)
+    rows = VocabularyRows(3, 3, mesh)
+    losses = cross_entropy(logits.clone(), torch.tensor([[1]]), rows, mesh.tp)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(2e4)
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+def test_bf16_logits_give_fp32_losses() -> None:
+    mesh = Mesh.serial()
+    logits = torch.randn(4, 1, 8).bfloat16().requires_grad_()
+    losses = cross_entropy(
+        logits.clone(), torch.ones(4, 1).long(), VocabularyRows(8, 8, mesh), mesh.tp
+    )
+    losses.sum().backward()
+    assert losses.dtype == torch.float32
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_embedding_gradient_equals_torch(has_buffer: bool) -> None:
+    """With and without a gradient buffer, repeated tokens included."""
+    torch.manual_seed(1)
+    mesh = Mesh.serial()
+    layer = VocabParallelEmbedding(VocabularyRows(6, 8, mesh), 4, Init(), mesh, torch.float64)
+    weight = torch.randn(8, 4, dtype=torch.float64)
+    layer.weight.data.copy_(weight)
+    before = torch.full_like(layer.weight, 0.5) if has_buffer else None
+    layer.weight.grad = before.clone() if before is not None else None
+    tokens, upstream = (
+        torch.tensor([[1, 1, 5], [0, 1, 5]]),
+        torch.randn(3, 2, 4, dtype=torch.float64),
+    )
+    reference = weight.clone().requires_grad_()
+    F.embedding(tokens.t(), reference).backward(upstream)
+    layer(tokens).backward(upstream)
+    assert reference.grad is not None
+    expected = reference.grad if before is None else reference.grad + before
+    torch.testing.assert_close(layer.weight.grad, expected)

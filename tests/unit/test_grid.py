@@ -1,0 +1,79 @@
+"""Rank arithmetic against Megatron's published order and by properties of partitions."""
+
+import itertools
+
+import pytest
+
+from megatron.core.grid import Grid, ParallelConfig, parse_order
+from megatron.core.utils import UserError
+
+
+def test_megatrons_example_of_sixteen_ranks() -> None:
+    """TP2 PP4 on 16 ranks, the worked example of Megatron's documentation."""
+    dense, _ = ParallelConfig.resolve(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=4
+    ).grids(16)
+    assert dense.groups("tp") == [(i, i + 1) for i in range(0, 16, 2)]
+    assert dense.groups("pp") == [(i, i + 4, i + 8, i + 12) for i in range(4)]
+    assert dense.groups("dp") == [
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+        (8, 10),
+        (9, 11),
+        (12, 14),
+        (13, 15),
+    ]
+
+
+def test_the_pipeline_may_come_before_the_data_axis() -> None:
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True
+    )
+    assert config.grids(8)[0].groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("dp", "pp"), ("tp", "dp", "pp"), ("cp", "tp")])
+def test_groups_partition_the_world(axes: tuple[str, ...]) -> None:
+    grid = Grid({"tp": 2, "cp": 3, "dp": 2, "pp": 2})
+    groups = grid.groups(*axes)
+    assert sorted(itertools.chain(*groups)) == list(range(24))
+    for group in groups:
+        fixed = {tuple(c for a, c in grid.coordinates(r).items() if a not in axes) for r in group}
+        assert len(fixed) == 1
+
+
+def test_coordinates_and_ranks_are_inverse() -> None:
+    grid = Grid({"tp": 2, "cp": 3, "pp": 4})
+    assert [grid.rank_at(grid.coordinates(rank)) for rank in range(24)] == list(range(24))
+
+
+def test_orders() -> None:
+    sizes = {"tp": 2, "cp": 1, "pp": 4}
+    assert list(parse_order("pp-tp", sizes)) == ["pp", "tp", "cp"]
+    for wrong in ("tp", "tp-pp-tp", "tp-pp-xx"):
+        with pytest.raises(UserError, match="rank order"):
+            parse_order(wrong, sizes)
+
+
+def test_a_world_that_does_not_divide_names_every_factor() -> None:
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=3, context_parallel_size=2
+    )
+    with pytest.raises(UserError) as caught:
+        config.data_parallel_size(8)
+    for part in ("world size (8)", "parallel-size (2)", "parallel-size (3)", "multiple of 12"):
+        assert part in str(caught.value)
+
+
+def test_expert_and_dense_pipelines_must_agree() -> None:
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        use_tp_pp_dp_mapping=True,
+    )
+    with pytest.raises(UserError, match="pipelines would differ"):
+        config.grids(8)
