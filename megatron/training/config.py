@@ -210,6 +210,24 @@ class CheckpointConfig(Config):
     exit_on_missing_checkpoint: bool = option(False)
     """Stop instead of starting from scratch when --load holds no checkpoint."""
 
+    verify_integrity: bool = option(False)
+    """Compare every checksum of a checkpoint before it is loaded (they are always written)."""
+
+    dist_ckpt_strictness: Literal[
+        "raise_all",
+        "raise_unexpected",
+        "log_all",
+        "log_unexpected",
+        "assume_ok_unexpected",
+        "return_all",
+        "return_unexpected",
+        "ignore_all",
+    ] = option("raise_all")
+    """What to do when checkpoint and run do not hold the same tensors."""
+
+    exit_on_failed_save: bool = option(False)
+    """Stop when a checkpoint cannot be written, instead of training on without it."""
+
     use_checkpoint_args: bool = option(False)
     """Take the model's architecture from the checkpoint."""
 
