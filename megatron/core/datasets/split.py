@@ -1,8 +1,8 @@
 """Shares of a corpus: the split string and the range of rows each split takes.
 
-``969,30,1`` gives the first 96.9% of a corpus to training, the next 3% to validation and the rest to
-testing. Only numbers count, relative to their sum; missing ones are zero. Plain Python, because the
-flags are checked before numpy is loaded.
+``969,30,1`` gives the first 96.9% of a corpus to training, the next 3% to validation and the rest
+to testing. Only the numbers relative to their sum count; missing ones are zero. Plain Python,
+because the flags are checked before numpy is loaded.
 """
 
 import math

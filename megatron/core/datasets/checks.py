@@ -1,0 +1,105 @@
+"""Is what lies on disk what it claims to be: index arrays, and the corpus' tokenizer."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.core.datasets.cache import Arrays
+from megatron.core.datasets.samples import SamplePlan, expected_dtypes
+from megatron.core.utils import UserError
+
+PROBES = 4096
+"""Rows whose lengths mark the content of a corpus."""
+
+
+def content_mark(
+    lengths: npt.NDArray[Any], rows: tuple[int, int], plan: SamplePlan
+) -> dict[str, Any]:
+    """Return what tells a corpus from another under the same path, in a moment's time."""
+    mine = lengths[rows[0] : rows[1]]
+    step = max(1, len(mine) // PROBES)
+    return {
+        "rows": list(rows),
+        "tokens_per_epoch": plan.tokens_per_epoch,
+        "lengths_crc32": zlib.crc32(np.ascontiguousarray(mine[::step], dtype="<i4").tobytes()),
+        "extra_tokens": plan.extra,
+        "keep_partial": plan.keep_partial,
+    }
+
+
+def check_arrays(
+    arrays: Arrays,
+    lengths: npt.NDArray[Any],
+    rows: tuple[int, int],
+    plan: SamplePlan,
+    trusted: bool = False,
+) -> str | None:
+    """Return why index arrays from disk cannot belong to this plan, or None.
+
+    Shapes and types must be the plan's. Unless the content is ``trusted`` to be this corpus',
+    every row must be the split's and the last cut must lie where the lengths say.
+    """
+    count = rows[1] - rows[0]
+    shapes = {
+        "document_index": (count * plan.num_epochs,),
+        "sample_index": (plan.num_samples + 1, 2),
+        "shuffle_index": (plan.num_samples,),
+    }
+    dtypes = expected_dtypes(plan, count)
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape:
+            return f"{name} has shape {arrays[name].shape}, not {shape}"
+        if name != "sample_index" and arrays[name].dtype != dtypes[name]:
+            return f"{name} has type {arrays[name].dtype}, not {dtypes[name]}"
+    position, offset = (int(value) for value in arrays["sample_index"][-1])
+    document = arrays["document_index"]
+    if trusted:
+        return None
+    if not 0 <= position < len(document):
+        return f"sample_index ends at position {position} of {len(document)}"
+    if document.min() < rows[0] or document.max() >= rows[1]:
+        return f"document_index leaves rows {rows[0]} to {rows[1]}"
+    reached = int(lengths[document[:position]].sum(dtype=np.int64)) + offset
+    end = plan.num_samples * plan.seq_length
+    if plan.keep_partial:
+        end = min(end, plan.num_epochs * plan.tokens_per_epoch - plan.extra)
+    if plan.num_samples and reached != end:
+        return f"the last sample ends at token {reached}, not {end}"
+    return None
+
+
+def report_path(prefix: str) -> Path:
+    """Return the report that preprocessing leaves beside a corpus."""
+    return Path(f"{prefix}.json")
+
+
+def check_tokenizer(prefix: str, fingerprint: str | None, vocab_size: int) -> None:
+    """Refuse a corpus whose report names another tokenizer than the run's.
+
+    A corpus without a report (made by other tools) passes: its tokens are checked as they are read.
+
+    Raises:
+        UserError: the fingerprints differ.
+    """
+    path = report_path(prefix)
+    if fingerprint is None or not path.is_file():
+        return
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); repair or remove it") from None
+    tokenizer = report.get("tokenizer") if isinstance(report, dict) else None
+    if not isinstance(tokenizer, dict) or "fingerprint" not in tokenizer:
+        return
+    if tokenizer["fingerprint"] != fingerprint:
+        raise UserError(
+            f"{prefix} was made with another tokenizer than this run's: {path} says "
+            f"{tokenizer.get('type', '?')} with {tokenizer.get('vocab_size', '?')} ids, "
+            f"fingerprint {tokenizer['fingerprint']}; the run has {vocab_size} ids, fingerprint "
+            f"{fingerprint}. Use the corpus' tokenizer, or run tools/preprocess_data.py again; "
+            "--ignore-tokenizer-mismatch goes on regardless"
+        )
