@@ -8,7 +8,7 @@ interval, before a checkpoint and at the end. Only rank 0 prints and writes.
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -42,8 +42,6 @@ class Iteration:
     skipped: bool = False
     nan: bool = False
     elapsed_ms: float
-    timers: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the phases, of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +137,11 @@ class Metrics:
         for writer in self._writers:
             writer.validation(row)
 
+    def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
+        """Write seconds per iteration of the phases of the last log interval."""
+        for writer in self._writers:
+            writer.timers(iteration, samples, seconds)
+
     def close(self) -> None:
         """Flush and close the writers."""
         self.flush()
@@ -176,7 +179,6 @@ class Metrics:
             if name in numbers:
                 row[name] = numbers[name]
         row["loss_names"] = [_key(name) for name in one.losses]
-        row["timers"] = dict(one.timers)
         return row
 
 

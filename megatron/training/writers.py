@@ -16,7 +16,7 @@ from megatron.training.config import LoggingConfig
 from megatron.training.log_line import perplexity
 
 Row = Mapping[str, Any]
-_NOT_IN_FILE = ("timers", "loss_names")
+_NOT_IN_FILE = ("loss_names",)
 
 
 class Writer(Protocol):
@@ -27,6 +27,9 @@ class Writer(Protocol):
 
     def validation(self, row: Row) -> None:
         """Write the result of one evaluation."""
+
+    def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
+        """Write seconds per iteration of the phases of a log interval."""
 
     def close(self) -> None:
         """Write what is held back."""
@@ -48,6 +51,9 @@ class JsonLines:
     def validation(self, row: Row) -> None:
         self._file.write(_dumps(row))
         self._file.flush()
+
+    def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
+        """Leave them out: rows are per iteration."""
 
     def close(self) -> None:
         self._file.close()
@@ -110,8 +116,6 @@ def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
     }
     for name in row["loss_names"]:
         named[name.replace("_", " ")] = row[name] if not row["skipped"] else None
-    if config.log_timers_to_tensorboard:
-        named |= {f"{name}-time": seconds for name, seconds in row.get("timers", {}).items()}
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -155,6 +159,11 @@ class TensorBoard:
     def validation(self, row: Row) -> None:
         self._add(validation_tags(row, self._config), row)
         self._writer.flush()
+
+    def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
+        if self._config.log_timers_to_tensorboard:
+            for name, value in seconds.items():
+                self._writer.add_scalar(f"{name}-time", value, iteration)
 
     def close(self) -> None:
         self._writer.close()
@@ -206,6 +215,11 @@ class Wandb:
 
     def validation(self, row: Row) -> None:
         self._run.log(validation_tags(row, self._config), step=row["iteration"])
+
+    def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
+        if self._config.log_timers_to_tensorboard:
+            values = {f"{name}-time": value for name, value in seconds.items()}
+            self._run.log(values, step=iteration)
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,88 @@
+"""Evaluation: the objective over held-out samples, without dropout and without gradients.
+
+Each set has its own position, which checkpoints store, so that a resumed run evaluates on the same
+samples as one that was not interrupted. A set that is evaluated whole has no position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.mesh import Mesh
+from megatron.training import batches
+from megatron.training.batches import Batches, Samples
+from megatron.training.objective import Accumulator, Objective
+from megatron.training.step import ForwardStep
+
+LOSS = "lm loss"
+
+
+@dataclass
+class EvaluationSet:
+    """Held-out samples and how far they have been read."""
+
+    name: str
+    """Of the set among several; empty when it is the only one."""
+    batches: Batches
+    count: int
+    """Microbatches of this rank in one evaluation."""
+    samples: int
+    """Samples of one evaluation, over all ranks; 0 when the position does not move."""
+    consumed_samples: int
+
+
+def open_set(
+    dataset: Samples,
+    mesh: Mesh,
+    *,
+    name: str,
+    eval_iters: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    consumed_samples: int,
+    num_workers: int,
+) -> EvaluationSet:
+    """Start reading a set at its position; ``eval_iters`` -1 takes all of it each time."""
+    length = len(dataset)
+    if eval_iters == -1:
+        numbers = batches.whole_numbers(mesh, micro_batch_size, length)
+        count, samples = batches.whole_count(mesh, micro_batch_size, length), 0
+    else:
+        # A batch that replicas do not divide is rounded down, as in training.
+        stride = micro_batch_size * mesh.dp.size
+        size = max(stride, global_batch_size // stride * stride)
+        count, samples = eval_iters * (size // stride), eval_iters * size
+        numbers = batches.evaluation_numbers(
+            mesh, size, micro_batch_size, consumed_samples=consumed_samples, length=length
+        )
+    reader = Batches(dataset, numbers, mesh.device, min(1, num_workers))
+    return EvaluationSet(name, reader, count, samples, consumed_samples)
+
+
+class Evaluator:
+    """Evaluates one model on sets of samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_step: ForwardStep,
+        objective: Objective,
+    ) -> None:
+        self._model, self._forward_step, self._objective = model, forward_step, objective
+
+    @torch.no_grad()
+    def run(self, held_out: EvaluationSet) -> dict[str, float]:
+        """Return the losses by name, and move the set's position on; a collective."""
+        self._model.eval()
+        sums = Accumulator(self._objective.mesh)
+        for batch in held_out.batches.take(held_out.count):
+            sums.add(*self._objective.terms(self._forward_step(self._model, batch, None)))
+        held_out.consumed_samples += held_out.samples
+        return {LOSS: sums.reduce().loss}
+
+
+def positions(sets: Sequence[EvaluationSet]) -> dict[str, int]:
+    """Return the position of each set by name, as checkpoints store it."""
+    return {held_out.name: held_out.consumed_samples for held_out in sets}

@@ -1,0 +1,170 @@
+"""One training iteration, from microbatches to new weights.
+
+    for each microbatch: forward -> terms of the objective -> backward (gradients add up)
+    sums over the world  -> loss, valid tokens, reasons to stop
+    gradients            -> summed over replicas
+    optimizer            -> one scale for denominator and clipping, update
+
+A batch without a valid token, and one whose loss or gradient is not finite, leaves the weights as
+they are. What happens then is `health`'s to say.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import sharding
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.optimizer import StepResult as Update
+from megatron.core.rng import DropoutKey
+from megatron.training.batches import Batch
+from megatron.training.health import Health
+from megatron.training.objective import Accumulator, Objective, TokenLosses, Totals
+from megatron.training.timers import Timers
+
+ForwardStep = Callable[[nn.Module, Batch, DropoutKey | None], TokenLosses]
+"""(model, microbatch, key of the dropout masks or None in evaluation) -> losses of its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known of an iteration before it runs."""
+
+    iteration: int
+    """From 1."""
+    samples: range
+    """Numbers of the samples of the global batch."""
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What an iteration amounted to."""
+
+    totals: Totals
+    grad_norm: float | Tensor | None
+    num_zeros: float | Tensor | None = None
+    skipped: bool = False
+    """The weights were left as they are."""
+    nan: bool = False
+    """Because a loss or gradient was not finite."""
+
+
+class TrainStep:
+    """Runs iterations of one model and its optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        forward_step: ForwardStep,
+        objective: Objective,
+        health: Health,
+        timers: Timers,
+        *,
+        seed: int,
+        count_zeros: bool = False,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.forward_step, self.objective = forward_step, objective
+        self.health, self.timers = health, timers
+        self.mesh: Mesh = objective.mesh
+        self.seed, self.count_zeros = seed, count_zeros
+
+    def run(
+        self,
+        plan: Plan,
+        microbatches: Iterable[Batch],
+        nominal: float,
+        seen: Callable[[], tuple[bool, bool, bool]],
+    ) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            plan: number, samples and rates of the iteration.
+            microbatches: this rank's, in order.
+            nominal: denominator of the objective when every token is valid.
+            seen: tells this rank's reasons to stop; asked after the last backward.
+
+        Raises:
+            RunFailed: `health` ends the run.
+        """
+        self.model.train()
+        self.optimizer.zero_grad()
+        sums = Accumulator(self.mesh)
+        with self.timers.measure("forward-backward"):
+            for index, batch in enumerate(microbatches):
+                self._accumulate(sums, batch, self._key(plan.iteration, index), nominal)
+        with self.timers.measure("all-reduce-gradients"):
+            self.optimizer.data_parallel.reduce_gradients()
+        with self.timers.measure("all-reduce-totals", level=2):
+            totals = sums.reduce(seen())
+        if not math.isfinite(totals.numerator):
+            self.health.non_finite(_where(totals), plan.iteration, plan.samples)
+            return StepResult(totals=totals, grad_norm=None, skipped=True, nan=True)
+        if totals.tokens == 0:
+            return StepResult(totals=totals, grad_norm=None, skipped=True)
+        with self.timers.measure("optimizer"):
+            update = self.optimizer.step(
+                nominal / totals.denominator,
+                lr=plan.learning_rate,
+                weight_decay=plan.weight_decay,
+                count_zeros=self.count_zeros,
+            )
+        return self._judge(plan, totals, update)
+
+    def _accumulate(
+        self, sums: Accumulator, batch: Batch, dropout: DropoutKey, nominal: float
+    ) -> None:
+        with self.timers.measure("forward-compute", level=2):
+            terms = self.objective.terms(self.forward_step(self.model, batch, dropout))
+            sums.add(*terms)
+        with self.timers.measure("backward-compute", level=2):
+            (terms[0] / nominal).backward()
+
+    def _key(self, iteration: int, index: int) -> DropoutKey:
+        # Microbatches as sets of samples are numbered alike on every layout: replicas take turns.
+        number = index * self.mesh.dp.size + self.mesh.dp.coordinate
+        return DropoutKey(self.seed, iteration, number, self.mesh.cp.coordinate)
+
+    def _judge(self, plan: Plan, totals: Totals, update: Update) -> StepResult:
+        """Let `health` look at an update that the optimizer has made or refused."""
+        nan = False
+        if self.health.active and not math.isfinite(float(update.grad_norm)):
+            nan = True
+            names = non_finite_gradients(self.model)
+            what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
+            if names:
+                what += f" (not finite: {', '.join(names[:3])}{' ...' if names[3:] else ''})"
+            self.health.non_finite(what, plan.iteration, plan.samples)
+        else:
+            self.health.finite(totals.loss, plan.iteration, plan.samples)
+        return StepResult(
+            totals=totals,
+            grad_norm=update.grad_norm,
+            num_zeros=update.num_zeros,
+            skipped=nan,
+            nan=nan,
+        )
+
+
+def non_finite_gradients(model: nn.Module) -> list[str]:
+    """Return the names of parameters whose gradient has an element that is not finite."""
+    return [
+        sharding.of(parameter).name
+        for parameter in model.parameters()
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+    ]
+
+
+def _where(totals: Totals) -> str:
+    value = "nan" if math.isnan(totals.numerator) else "infinite"
+    count = round(totals.bad_ranks)
+    if count == 1:
+        return f"loss is {value} on rank {round(totals.bad_rank)}"
+    return f"loss is {value}" + (f" on {count} ranks" if count else "")

@@ -1,0 +1,250 @@
+"""The training loop: which iteration comes next, and what happens after it.
+
+    while iterations are left:
+        plan the iteration          samples, rates
+        train on it, or leave it out
+        log, evaluate, save         each when due
+        stop?                       all ranks decide alike
+
+One iteration is in `step`; the parts are made and joined in `pretrain`.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.core.optimizer.schedule import Schedule
+from megatron.training import log_line, memory
+from megatron.training.batch_size import BatchSizes
+from megatron.training.batches import Batches
+from megatron.training.config import RunConfig
+from megatron.training.evaluation import LOSS, EvaluationSet, Evaluator, positions
+from megatron.training.garbage import Garbage
+from megatron.training.metrics import Iteration, Metrics
+from megatron.training.objective import Accumulator
+from megatron.training.profiling import Profiler
+from megatron.training.state import TrainState
+from megatron.training.step import Plan, StepResult, TrainStep
+from megatron.training.stopping import Reason, Stopper
+from megatron.training.timers import across_ranks, timers_block
+
+MEMORY_SHOWN_AFTER = 2
+"""Iterations after which memory is printed: the second has all buffers of the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the loop works with."""
+
+    step: TrainStep
+    batches: Batches
+    schedule: Schedule
+    train_iters: int
+    sizes: BatchSizes
+    evaluator: Evaluator
+    validation: Sequence[EvaluationSet]
+    test: Sequence[EvaluationSet]
+    metrics: Metrics
+    stopper: Stopper
+    profiler: Profiler
+    save: Callable[[TrainState], None] | None
+    """Writes a checkpoint of this state; None when the run saves nowhere."""
+    say: Callable[[str], None]
+    flops_per_sample: float
+
+
+class Trainer:
+    """Runs iterations until the run is complete or has a reason to stop."""
+
+    def __init__(self, config: RunConfig, parts: Parts, state: TrainState) -> None:
+        self.config, self.parts, self.state = config, parts, state
+        self.mesh, self.timers = parts.step.mesh, parts.step.timers
+        self.skipped = frozenset(config.training.iterations_to_skip)
+        self.saved_at: int | None = None
+        """Iteration of the newest checkpoint that this process wrote."""
+        self._garbage = Garbage(config.training)
+        self._started = state.iteration
+        self._seconds = 0.0
+        """Wall time of this process's iterations."""
+        self._warned = False
+        self._on_first: Callable[[float], None] = lambda seconds: None
+
+    def train(self, on_first: Callable[[float], None] | None = None) -> Reason:
+        """Train to the end, or to a reason to stop; return which.
+
+        Args:
+            on_first: told the seconds of the first iteration, when it is done.
+
+        Raises:
+            RunFailed: the run has gone wrong; nothing was saved for it.
+        """
+        self._on_first = on_first or self._on_first
+        self._garbage.start()
+        try:
+            while self.state.iteration < self.parts.train_iters:
+                reason = self._iterate()
+                if reason is not None:
+                    return reason
+            return "complete"
+        finally:
+            self._garbage.stop()
+            self.parts.metrics.flush()
+            self._say(self.parts.profiler.stop())
+
+    def evaluate_all(self) -> None:
+        """Evaluate at the end of a run: the validation and the test sets."""
+        where = f"iteration {self.state.iteration} on"
+        for name, sets in (("validation", self.parts.validation), ("test", self.parts.test)):
+            self._evaluate(sets, f"{where} {name} set", "valid" if name == "validation" else name)
+
+    def _iterate(self) -> Reason | None:
+        """Run one iteration and what is due after it."""
+        plan = self._plan()
+        self.parts.profiler.before(plan.iteration)
+        start = time.perf_counter()
+        if plan.iteration in self.skipped:
+            result = self._leave_out(plan)
+        else:
+            result = self._train_on(plan)
+        seconds = time.perf_counter() - start
+        self._count(plan, seconds)
+        self._record(plan, result, seconds)
+        self._say(self.parts.profiler.after(plan.iteration))
+        self._log_when_due()
+        self._evaluate_when_due()
+        self._garbage.iteration(plan.iteration)
+        reason = self.parts.stopper.reason(plan.iteration, result.totals.stop)
+        if plan.iteration == self.parts.train_iters:
+            reason = "complete"
+        self._save_when_due(stopping=reason is not None)
+        return reason
+
+    def _plan(self) -> Plan:
+        state = self.state
+        size = self.parts.sizes.at(state.consumed_samples)
+        return Plan(
+            iteration=state.iteration + 1,
+            samples=range(state.consumed_samples, state.consumed_samples + size),
+            learning_rate=self.parts.schedule.learning_rate(state.progress),
+            weight_decay=self.parts.schedule.weight_decay(state.progress),
+        )
+
+    def _train_on(self, plan: Plan) -> StepResult:
+        training = self.config.training
+        samples, micro = len(plan.samples), training.micro_batch_size
+        count = samples // (micro * self.mesh.dp.size)
+        nominal = self.parts.step.objective.nominal(samples, micro, self.config.data.seq_length)
+        microbatches = self.parts.batches.take(count)
+        return self.parts.step.run(plan, microbatches, nominal, self.parts.stopper.seen)
+
+    def _leave_out(self, plan: Plan) -> StepResult:
+        """Consume the samples of an iteration without training on them."""
+        self.state.skipped_samples += len(plan.samples)
+        totals = Accumulator(self.mesh).reduce(self.parts.stopper.seen())
+        return StepResult(totals=totals, grad_norm=None, skipped=True)
+
+    def _count(self, plan: Plan, seconds: float) -> None:
+        self.state.iteration = plan.iteration
+        self.state.consumed_samples += len(plan.samples)
+        if plan.iteration not in self.skipped:
+            self.state.flops += self.parts.flops_per_sample * len(plan.samples)
+        self._seconds += seconds
+        if plan.iteration == self._started + 1:
+            self._on_first(seconds)
+
+    def _record(self, plan: Plan, result: StepResult, seconds: float) -> None:
+        norm = None
+        if self.config.logging.log_params_norm:
+            norm = self.parts.step.optimizer.params_norm()
+        self.parts.metrics.add(
+            Iteration(
+                iteration=plan.iteration,
+                consumed_samples=self.state.consumed_samples,
+                skipped_samples=self.state.skipped_samples,
+                samples=plan.samples,
+                learning_rate=plan.learning_rate,
+                losses={LOSS: result.totals.loss},
+                grad_norm=result.grad_norm,
+                num_zeros=result.num_zeros,
+                params_norm=norm,
+                skipped=result.skipped,
+                nan=result.nan,
+                elapsed_ms=1e3 * seconds,
+            )
+        )
+
+    def _log_when_due(self) -> None:
+        iteration, interval = self.state.iteration, self.config.logging.log_interval
+        if iteration - self._started == MEMORY_SHOWN_AFTER:
+            report = memory.report(self.mesh.device)
+            self._say(log_line.memory_line(self.mesh.rank, iteration, report))
+        if iteration % interval:
+            return
+        self.parts.metrics.print_line()
+        self.parts.profiler.snapshot()
+        self._show_timers(min(interval, iteration - self._started))
+        if not self._warned:
+            warning = self.parts.stopper.warning(self._seconds_to_next_save(), os.environ)
+            self._warned = warning is not None
+            self._say(warning)
+
+    def _show_timers(self, iterations: int) -> None:
+        if self.timers.level == 0:
+            return
+        by_rank = across_ranks(self.timers.take(), self.mesh.world)
+        if by_rank:
+            self._say(timers_block(by_rank, self.config.logging.timing_log_option, iterations))
+            slowest = {name: max(values) / iterations for name, values in by_rank.items()}
+            self.parts.metrics.timers(self.state.iteration, self.state.consumed_samples, slowest)
+
+    def _seconds_to_next_save(self) -> float | None:
+        interval = self.config.checkpoint.save_interval
+        if self.parts.save is None:
+            return None
+        left = self.parts.train_iters - self.state.iteration
+        if interval is not None:
+            left = min(left, interval - self.state.iteration % interval)
+        return left * self._seconds / (self.state.iteration - self._started)
+
+    def _evaluate_when_due(self) -> None:
+        validation, iteration = self.config.validation, self.state.iteration
+        if validation.eval_interval is None or iteration % validation.eval_interval:
+            return
+        if validation.start_eval_at_iter is None or iteration >= validation.start_eval_at_iter:
+            self._evaluate(self.parts.validation, f"iteration {iteration}", "valid")
+
+    def _evaluate(self, sets: Sequence[EvaluationSet], where: str, split: str) -> None:
+        if not sets:
+            return
+        self._garbage.evaluation()
+        with self.timers.measure("evaluate", level=0):
+            for held_out in sets:
+                losses = self.parts.evaluator.run(held_out)
+                self.parts.metrics.validation(
+                    iteration=self.state.iteration,
+                    consumed_samples=self.state.consumed_samples,
+                    losses=losses,
+                    where=where,
+                    split=split,
+                    dataset=held_out.name,
+                )
+        self._garbage.evaluation()
+        if split == "valid":
+            self.state.evaluated = positions(sets)
+
+    def _save_when_due(self, stopping: bool) -> None:
+        interval, iteration = self.config.checkpoint.save_interval, self.state.iteration
+        due = interval is not None and iteration % interval == 0
+        if self.parts.save is None or not (due or stopping):
+            return
+        self.parts.metrics.flush()
+        start = time.perf_counter()
+        with self.timers.measure("save-checkpoint", level=0):
+            self.parts.save(self.state)
+        self.parts.stopper.saved(time.perf_counter() - start)
+        self.saved_at = iteration
+
+    def _say(self, line: str | None) -> None:
+        if line:
+            self.parts.say(line)

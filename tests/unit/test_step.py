@@ -1,0 +1,231 @@
+"""One iteration: the objective over microbatches, what the optimizer is given, what is skipped."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core import rng, sharding
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.precision.config import PrecisionConfig
+from megatron.core.rng import DropoutKey
+from megatron.core.sharding import Init, whole
+from megatron.training.batches import Batch
+from megatron.training.config import HealthConfig
+from megatron.training.health import Health, RunFailed
+from megatron.training.objective import Objective, TokenLosses
+from megatron.training.step import Plan, StepResult, TrainStep
+from megatron.training.timers import Timers
+
+VOCABULARY, WIDTH, LENGTH, SAMPLES = 11, 5, 100, 4
+
+
+class Tiny(nn.Module):
+    """An embedding and a head in float64: enough for losses that differ by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"embedding": (VOCABULARY, WIDTH), "head": (VOCABULARY, WIDTH)}
+        for name, shape in shapes.items():
+            weight = nn.Parameter(torch.empty(shape, dtype=torch.float64))
+            setattr(self, name, sharding.attach(weight, whole(shape, Init("normal", 0.5))))
+        sharding.name_parameters(self)
+        rng.initialize(self, 7)
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        logits = self.embedding[tokens_BS] @ self.head.t() flat =
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
+        return flat.view_as(labels_BS)
+
+
+def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
+    return TokenLosses(model(batch["tokens"], batch["labels"]), batch["loss_mask"])
+
+
+def global_batch(valid: list[int]) -> Batch:
+    """Return samples of which ``valid`` leading tokens count."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (len(valid), LENGTH)
+    mask = torch.zeros(shape)
+    for sample, count in enumerate(valid):
+        mask[sample, :count] = 1.0
+    return {
+        "tokens": torch.randint(VOCABULARY, shape, generator=generator),
+        "labels": torch.randint(VOCABULARY, shape, generator=generator),
+        "loss_mask": mask,
+    }
+
+
+def cut(batch: Batch, micro_batch_size: int) -> Iterator[Batch]:
+    for start in range(0, len(batch["tokens"]), micro_batch_size):
+        yield {name: value[start : start + micro_batch_size] for name, value in batch.items()}
+
+
+def run(
+    batch: Batch,
+    micro_batch_size: int,
+    *,
+    per_token: bool = True,
+    health: HealthConfig | None = None,
+    model: Tiny | None = None,
+    step: TrainStep | None = None,
+) -> tuple[StepResult, dict[str, Tensor], TrainStep]:
+    """Return the result of one step, the true gradients, and what ran it."""
+    if step is None:
+        step = make_step(per_token, health, model)
+    objective = step.objective
+    samples = len(batch["tokens"])
+    nominal = objective.nominal(samples, micro_batch_size, LENGTH)
+    grads: dict[str, Tensor] = {}
+    original = step.optimizer.step
+
+    def spy(scale, **rest):  # type: ignore[no-untyped-def]
+        for name, parameter in step.model.named_parameters():
+            grads[name] = parameter.grad.clone() * scale
+        return original(scale, **rest)
+
+    step.optimizer.step = spy  # type: ignore[method-assign]
+    plan = Plan(iteration=3, samples=range(8, 8 + samples), learning_rate=0.1, weight_decay=0.0)
+    try:
+        result = step.run(plan, cut(batch, micro_batch_size), nominal, lambda: (False,) * 3)
+    finally:
+        step.optimizer.step = original  # type: ignore[method-assign]
+    return result, grads, step
+
+
+def make_step(
+    per_token: bool = True, health: HealthConfig | None = None, model: Tiny | None = None
+) -> TrainStep:
+    model, mesh = model or Tiny(), Mesh.serial()
+    optimizer = build_optimizer(
+        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig(fp64=True)
+    )
+    return TrainStep(
+        model,
+        optimizer,
+        forward_step,
+        Objective(per_token, mesh),
+        Health(health or HealthConfig()),
+        Timers(0),
+        seed=1,
+    )
+
+
+def expected(batch: Batch, per_token: bool, micro_batch_size: int) -> tuple[float, dict[str,
+Tensor]]:
+    """Return loss and gradients by the definition, with plain autograd."""
+    model = Tiny()
+    losses, mask = model(batch["tokens"], batch["labels"]), batch["loss_mask"].double()
+    if per_token:
+        loss = (losses * mask).sum() / mask.sum()
+    else:
+        pairs = zip(losses.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
+        loss = torch.stack([(l * m).sum() / m.sum() for l, m in pairs]).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_par_22_gradients_do_not_depend_on_the_micro_batch_size(micro_batch_size: int) -> None:
+    batch = global_batch([1, 100, 100, 1])
+    loss, grads = expected(batch, True, 4)
+    result, found, _ = run(batch, micro_batch_size)
+    assert result.totals.loss == pytest.approx(loss, rel=1e-13)
+    assert result.totals.tokens == 202
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-15)
+    norm = torch.sqrt(sum(g.square().sum() for g in grads.values()))
+    assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_without_per_token_loss_microbatches_weigh_the_same(micro_batch_size: int) -> None:
+    batch = global_batch([1, 100, 40, 7])
+    loss, grads = expected(batch, False, micro_batch_size)
+    assert loss != pytest.approx(expected(batch, True, micro_batch_size)[0], rel=1e-3)
+    result, found, _ = run(batch, micro_batch_size, per_token=False)
+    assert result.totals.loss == pytest.approx(loss, rel=1e-13)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-15)
+
+
+def test_opt_03_a_batch_without_valid_tokens_is_skipped_and_counted() -> None:
+    step = make_step()
+    before = [p.detach().clone() for p in step.model.parameters()]
+    result, _, _ = run(global_batch([0, 0, 0, 0]), 2, step=step)
+    assert result.skipped and not result.nan
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+    result, _, _ = run(global_batch([5, 0, 0, 0]), 2, step=step)
+    assert not result.skipped
+    assert not torch.equal(before[0], next(step.model.parameters()))
+
+
+def poisoned() -> Tiny:
+    """Return a model whose loss is NaN wherever token 0 stands."""
+    model = Tiny()
+    with torch.no_grad():
+        model.embedding[0, 0] = float("nan")
+    return model
+
+
+def test_opt_06_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples() -> None:
+    step = make_step(model=poisoned())
+    before = [p.detach().clone() for p in step.model.parameters()]
+    with pytest.raises(RunFailed) as failure:
+        run(global_batch([100] * 4), 2, step=step)
+    for part in ("iteration 3", "loss is nan on rank 0", "samples 8 to 11"):
+        assert part in str(failure.value)
+    for a, b in zip(before, step.model.parameters(), strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_opt_06_skipping_has_a_limit_and_leaves_the_weights() -> None:
+    step = make_step(health=HealthConfig(skip_non_finite_iterations=2), model=poisoned())
+    before = step.model.head.detach().clone()
+    for _ in range(2):
+        result, _, _ = run(global_batch([100] * 4), 2, step=step)
+        assert result.skipped and result.nan
+    assert torch.equal(before, step.model.head)
+    with pytest.raises(RunFailed, match="used up by 3 in a row"):
+        run(global_batch([100] * 4), 2, step=step)
+
+
+def test_opt_06_a_gradient_that_is_not_finite_names_its_parameter() -> None:
+    step = make_step()
+    hook = step.model.head.register_hook(lambda grad: grad * float("inf"))
+    before = step.model.embedding.detach().clone()
+    with pytest.raises(RunFailed, match="gradient norm.*head.*samples 8 to 11"):
+        run(global_batch([100] * 4), 2, step=step)
+    assert torch.equal(before, step.model.embedding)
+    hook.remove()
+
+
+def test_without_checks_a_bad_iteration_is_counted_and_the_run_goes_on() -> None:
+    health = HealthConfig(check_for_nan_in_loss_and_grad=False)
+    result, _, _ = run(global_batch([100] * 4), 2, health=health, model=poisoned())
+    assert result.skipped and result.nan
+
+
+def test_a_reason_to_stop_travels_with_the_totals() -> None:
+    step = make_step()
+    plan = Plan(iteration=1, samples=range(4), learning_rate=0.0, weight_decay=0.0)
+    batch = global_batch([100] * 4)
+    result = step.run(plan, cut(batch, 4), 400.0, lambda: (False, True, False))
+    assert result.totals.stop == (False, True, False)
+
+
+def test_microbatches_get_keys_of_their_own() -> None:
+    step = make_step()
+    keys: list[DropoutKey | None] = []
+
+    def recording(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
+        keys.append(dropout)
+        return forward_step(model, batch, dropout)
+
+    step.forward_step = recording
+    run(global_batch([100] * 4), 1, step=step)
+    numbers = [(key.seed, key.iteration, key.microbatch) for key in keys if key is not None]
+    assert numbers == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
