@@ -36,8 +36,8 @@ class Tiny(nn.Module):
         rng.initialize(self, 7)
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        logits = self.embedding[tokens_BS] @ self.head.t() flat =
-        nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
+        logits = (self.embedding[tokens_BS] @ self.head.t()).flatten(0, 1)
+        flat = nn.functional.cross_entropy(logits, labels_BS.flatten(), reduction="none")
         return flat.view_as(labels_BS)
 
 
@@ -114,8 +114,9 @@ def make_step(
     )
 
 
-def expected(batch: Batch, per_token: bool, micro_batch_size: int) -> tuple[float, dict[str,
-Tensor]]:
+def expected(
+    batch: Batch, per_token: bool, micro_batch_size: int
+) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradients by the definition, with plain autograd."""
     model = Tiny()
     losses, mask = model(batch["tokens"], batch["labels"]), batch["loss_mask"].double()
@@ -123,7 +124,7 @@ Tensor]]:
         loss = (losses * mask).sum() / mask.sum()
     else:
         pairs = zip(losses.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
-        loss = torch.stack([(l * m).sum() / m.sum() for l, m in pairs]).mean()
+        loss = torch.stack([(loss * kept).sum() / kept.sum() for loss, kept in pairs]).mean()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
