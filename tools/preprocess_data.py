@@ -1,0 +1,127 @@
+"""Turn text into token files for training: JSON lines, plain text or Parquet to .bin/.idx pairs.
+
+    tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod
+
+writes data/corpus_text_document.bin, .idx and .json, and data/corpus_report.json. The output is the
+same for any number of --workers and --partitions. On many machines, see
+megatron/core/datasets/preprocess/partitions.py.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import Config, option
+from megatron.core.datasets.preprocess import partitions
+from megatron.core.datasets.preprocess.config import PreprocessConfig
+from megatron.core.datasets.preprocess.measure import measure
+from megatron.core.datasets.preprocess.run import Job, encode_spans, prepare
+from megatron.core.datasets.preprocess.sources import whole
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.utils import human_bytes
+from megatron.training.arguments import parse_tool, run_main
+
+PROGRAM = "preprocess_data"
+
+# Spellings of older versions, beside the aliases of the configs.
+OLD_SPELLINGS = {"--vocab": "--vocab-file", "--tokenizer-name-or-path": "--tokenizer-model"}
+
+
+class ToolConfig(Config):
+    """All that this tool can be told."""
+
+    preprocess: PreprocessConfig = option()
+    tokenizer: TokenizerConfig = option()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code.
+
+    Raises:
+        UserError: something that the user can fix.
+    """
+    words = _renamed(sys.argv[1:] if argv is None else argv)
+    config, _ = parse_tool(words, ToolConfig, PROGRAM)
+    job = _job(config)
+    say(
+        f"{len(job.sources)} files, {human_bytes(sum(s.size for s in job.sources))}; "
+        f"{job.tokenizer.kind} with {job.tokenizer.vocab_size} ids; {job.workers} workers"
+    )
+    if "--dry-run" in words:
+        return 0
+    preprocess = config.preprocess
+    if preprocess.find_optimal_num_workers:
+        return _find_optimal(job)
+    if preprocess.partition_index is not None:
+        partitions.run_share(job, preprocess.partition_index, say)
+        return 0
+    if preprocess.launcher == "ray":
+        partitions.run_on_ray(job, lambda index: partitions.run_share(_job(config), index, say))
+    elif preprocess.partitions > 1 and not preprocess.merge_partitions:
+        for index in range(preprocess.partitions):
+            partitions.run_share(job, index, say)
+    if preprocess.partitions > 1 or preprocess.launcher == "ray":
+        counts = partitions.merge_shares(job)
+    else:
+        counts = encode_spans(job, whole(job.sources), preprocess.output_prefix)
+    say(counts.summary())
+    for line in partitions.describe(counts):
+        say(line)
+    say(f"report: {preprocess.output_prefix}_report.json")
+    return 0
+
+
+def _job(config: ToolConfig) -> Job:
+    if config.preprocess.launcher == "ray":
+        partitions.import_ray()
+    tokenizer = build_tokenizer(config.tokenizer)
+    resolve_vocabulary(config.tokenizer, tokenizer.vocab_size)
+    return prepare(config.preprocess, tokenizer)
+
+
+def _find_optimal(job: Job) -> int:
+    results = []
+    for result in measure(job):
+        say(
+            f"{result.workers} workers: {result.records} records in {result.seconds:.2f} s, "
+            f"{result.rate:.0f} records/s"
+        )
+        results.append(result)
+    best = max(results, key=lambda result: result.rate)
+    say(f"fastest: --workers {best.workers}")
+    return 0
+
+
+def _renamed(argv: Sequence[str]) -> list[str]:
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = "--" + flag[2:].replace("_", "-")
+            words.append(OLD_SPELLINGS.get(flag, flag) + equals + value)
+        else:
+            words.append(word)
+    return words
+
+
+def say(text: str) -> None:
+    """Print a line at once: the output may be a log file that somebody watches."""
+    print(f"{PROGRAM}: {text}", flush=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    # Ending by an exception removes the temporary files.
+    signal.signal(signal.SIGTERM, _end)
+    run_main(main, PROGRAM)
