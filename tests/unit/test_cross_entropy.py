@@ -1,4 +1,4 @@
-"""Vocabulary-cut cross entropy against torch's, with padding, smoothing and any upstream weights."""
+"""Cross entropy over a cut vocabulary against torch's: padding, smoothing, any upstream weights."""
 
 import pytest
 import torch

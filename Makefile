@@ -1,0 +1,50 @@
+# make setup        create .venv and install what training needs
+# make quickstart   prepare text, train, stop, resume, generate: under five minutes on two cores
+# make test         run the test suite
+# make lint         ruff and mypy
+# make benchmark    time training, data preparation and index building against their yardsticks
+#
+# VENV_ARGS=--system-site-packages uses the torch that is already installed (containers); pip's own
+# variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) choose where wheels come from.
+
+PYTHON ?= python3
+VENV_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: setup setup-dev quickstart test test-slow lint benchmark extension clean
+
+setup: .venv/installed
+setup-dev: .venv/installed-dev
+
+.venv/installed: requirements.txt tools/install_requirements.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) .venv
+	$(BIN)/python tools/install_requirements.py requirements.txt
+	@touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	$(BIN)/python tools/install_requirements.py requirements-dev.txt
+	@touch $@
+
+quickstart: setup
+	PYTHON=$(BIN)/python bash examples/quickstart.sh
+
+test: setup-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: setup-dev
+	$(BIN)/python benchmarks/run.py
+
+# Optional: compile the index helper in place; numpy does the same job without it.
+extension: setup-dev
+	$(BIN)/python setup.py -q build_ext --inplace
+
+clean:
+	rm -rf .venv build runs

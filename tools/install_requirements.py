@@ -1,0 +1,50 @@
+"""Install a requirements file into this interpreter, leaving alone what it already has.
+
+    python tools/install_requirements.py requirements.txt
+
+In a fresh environment every pin is installed as it stands. In one that sees a container's packages
+(``make setup VENV_ARGS=--system-site-packages``) a package that is there already stays, whatever its
+version: torch, Transformer Engine and flash-attn of a container belong together.
+"""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+
+def missing(lines: list[str]) -> list[str]:
+    """Return the requirement lines whose package is not installed at all, or by us at another pin."""
+    wanted = []
+    for line in lines:
+        requirement = line.split("#")[0].strip()
+        if not requirement:
+            continue
+        name, _, version = requirement.partition("==")
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            wanted.append(requirement)
+            continue
+        ours = Path(sys.prefix) in Path(str(found.locate_file(""))).parents
+        # A local version such as 2.13.0+cpu satisfies the pin 2.13.0.
+        if ours and version and found.version.split("+")[0] != version:
+            wanted.append(requirement)
+        elif not ours and found.version.split("+")[0] != version:
+            print(f"{name} {found.version} is installed already and stays (pinned: {version})")
+    return wanted
+
+
+def main() -> int:
+    """Install what is missing; return pip's exit code."""
+    wanted = missing(Path(sys.argv[1]).read_text(encoding="utf-8").splitlines())
+    if not wanted:
+        print(f"{sys.argv[1]}: all there")
+        return 0
+    print(f"installing {', '.join(wanted)}", flush=True)
+    quiet = ["--disable-pip-version-check", "--quiet"]
+    return subprocess.run([sys.executable, "-m", "pip", "install", *quiet, *wanted]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
