@@ -165,6 +165,13 @@ def newest(catalog: Catalog) -> Found | None:
     return later[-1] if later else tracked
 
 
+def clear(root: Path) -> None:
+    """Remove what stopped saves and removals left behind; no save may be under way."""
+    for ending in (PARTIAL, DELETED):
+        for leftover in root.glob(f"*{ending}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def prune(
     root: Path, keep_last: int, retain_interval: int | None, pinned: Collection[int]
 ) -> list[Path]:
@@ -175,8 +182,6 @@ def prune(
     not complete, not in our format, or beyond the tracker. A folder is renamed before it is
     removed, so a stop in between leaves no checkpoint that looks whole.
     """
-    for leftover in root.glob(f"*{DELETED}"):
-        shutil.rmtree(leftover, ignore_errors=True)
     catalog = scan(root)
     if not isinstance(catalog.tracker, int):
         return []

@@ -100,15 +100,11 @@ class Index:
         return sum(self.files.values())
 
     def text(self) -> str:
-        """Return the JSON text, one tensor to a line, its hash as last entry.
-
-        Raises:
-            ValueError: the facts hold something that JSON cannot (a NaN included).
-        """
+        """Return the JSON text, one tensor to a line, its hash as last entry."""
         tensors = {key: _pack(self.tensors[key]) for key in sorted(self.tensors)}
         head = {"format": FORMAT, "version": VERSION, "byteorder": sys.byteorder}
         body = f"{_json(head)[:-1]},\n"
-        body += f'"facts": {json.dumps(self.facts, indent=1, allow_nan=False)},\n'
+        body += f'"facts": {json.dumps(self.facts, indent=1)},\n'
         body += f'"files": {_json(self.files)},\n"tensors": {{\n'
         body += ",\n".join(f"{_json(key)}: {_json(value)}" for key, value in tensors.items())
         body += '\n},\n"hash": '
@@ -116,7 +112,7 @@ class Index:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _digest(body: str) -> str:

@@ -1,0 +1,146 @@
+"""What a checkpoint says of its run, and what differs when another run takes it up.
+
+Settings may change between a save and a load. What would change results is a warning, what is the
+user's wish is a line, and a schedule follows the flags or the checkpoint, never a mixture.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.dist_checkpointing.load import LoadReport
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer import schedule as schedules
+from megatron.core.optimizer.config import ScheduleConfig
+from megatron.core.optimizer.schedule import Schedule
+from megatron.training.checkpoint_source import Say
+from megatron.training.config import CheckpointConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a run is, besides its progress."""
+
+    config: Mapping[str, Any]
+    """Flat values of the resolved run config."""
+    schedule: Schedule | None
+    tokenizer: str
+    """Fingerprint."""
+    vocabulary: int
+    """Ids in use."""
+    vocabulary_rows: int
+    """Rows of the embedding that stand for an id; never the padded number."""
+    objective: str
+    """``tokens`` (mean over the batch's tokens) or ``microbatches`` (mean of their means)."""
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """Return what may change the order in which sums are rounded."""
+    cuda = mesh.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(mesh.device) if cuda else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "layout": {axis.name: axis.size for axis in mesh.axes.values() if axis.size > 1},
+    }
+
+
+def follow(
+    facts: Mapping[str, Any], run: RunFacts, config: ScheduleConfig, say: Say
+) -> Schedule | None:
+    """Return the schedule to follow, and show both curves where they differ.
+
+    Raises:
+        UserError: they differ, and no flag says which is meant.
+    """
+    if run.schedule is None or facts.get("schedule") is None:
+        return run.schedule
+    stored = Schedule.from_json(facts["schedule"])
+    use_stored = config.use_checkpoint_opt_param_scheduler
+    chosen = schedules.choose(
+        stored,
+        run.schedule,
+        override=config.override_opt_param_scheduler,
+        use_checkpoint=use_stored,
+    )
+    if schedules.differences(stored, run.schedule):
+        whose = "the checkpoint" if use_stored else "the flags"
+        say(f"schedule of {whose} is followed (old: the checkpoint's, new: the flags')")
+        for line in schedules.describe_change(stored, run.schedule):
+            say(f"  {line}")
+    return chosen
+
+
+def compare(facts: Mapping[str, Any], run: RunFacts, mesh: Mesh, say: Say, *, fresh: bool) -> None:
+    """Say what is not as it was, where that changes what the run does."""
+    here = {
+        "tokenizer": run.tokenizer,
+        "vocabulary": run.vocabulary,
+        "vocabulary_rows": run.vocabulary_rows,
+        "objective": run.objective,
+    }
+    for name, value in here.items():
+        if name in facts and facts[name] != value:
+            say(f"WARNING: {name} was {facts[name]} in the checkpoint and is {value} here")
+    if fresh:
+        return
+    before, now = facts.get("environment", {}), environment(mesh)
+    changed = [
+        f"{name} {before[name]} -> {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
+    if changed:
+        say(
+            f"WARNING: {', '.join(changed)}: sums may be rounded in another order, so the run "
+            "need not continue bit for bit"
+        )
+    stored = facts.get("config", {})
+    different = [
+        f"{name} {stored[name]} -> {_plain(value)}"
+        for name, value in run.config.items()
+        if name in stored and stored[name] != _plain(value)
+    ]
+    if different:
+        say(f"settings that differ from the checkpoint's: {', '.join(different)}")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON gives it back."""
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def tell(report: LoadReport, config: CheckpointConfig, say: Say) -> None:
+    """Say what was converted, substituted, missing and left over."""
+    for (before, now), keys in report.converted.items():
+        say(f"converted {len(keys)} tensors from {before} to {now}, such as {keys[0]}")
+    if report.substituted:
+        key, source = next(iter(report.substituted.items()))
+        say(f"{len(report.substituted)} tensors filled from others, such as {key} from {source}")
+    if config.dist_ckpt_strictness == "ignore_all":
+        return
+    for word in ("missing", "unexpected"):
+        keys = getattr(report, word)
+        if keys:
+            say(f"WARNING: {len(keys)} {word} tensors: {', '.join(keys)}")
+
+
+def parts_line(parts: Sequence[str], config: CheckpointConfig, fresh: bool) -> str:
+    """Return which parts came from the checkpoint, and why the others did not."""
+    reasons = {
+        "optimizer": "not asked for" if config.load_optim else "--no-load-optim",
+        "random": "--no-load-rng" if not config.load_rng else "not stored",
+        "progress": "weights only",
+    }
+    if fresh:
+        reasons = dict.fromkeys(reasons, "weights only: --finetune or --pretrained-checkpoint")
+    return ", ".join(
+        f"{part} loaded" if part in parts else f"{part} fresh ({reasons[part]})"
+        for part in ("weights", "optimizer", "random", "progress")
+    )

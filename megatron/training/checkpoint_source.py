@@ -1,0 +1,124 @@
+"""Which checkpoint a run starts from, and what it says of itself.
+
+Absent or empty, ``--load`` means a start from scratch, with one warning; a folder that holds what
+claims to be a checkpoint but no complete one is an error, since starting over would be a surprise.
+What was passed over is always named.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import catalog
+from megatron.core.dist_checkpointing.catalog import Catalog, Found
+from megatron.core.dist_checkpointing.format import INDEX, CheckpointError, open_complete
+from megatron.core.utils import UserError
+from megatron.training.config import CheckpointConfig
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint to load."""
+
+    found: Found
+    weights_only: bool
+    """Take the weights and start at iteration 0."""
+
+
+def choose(config: CheckpointConfig, say: Say) -> Source | None:
+    """Return what to load; None to start from scratch.
+
+    Raises:
+        UserError: --ckpt-step is not there, nothing complete is, or nothing at all is with
+            --exit-on-missing-checkpoint.
+    """
+    if config.load is not None:
+        found = find(config.load, config.ckpt_step, say)
+        if found is not None:
+            return Source(found, config.finetune)
+    elif config.ckpt_step is not None:
+        raise UserError(f"--ckpt-step ({config.ckpt_step}) needs --load")
+    if config.pretrained_checkpoint is not None:
+        found = find(config.pretrained_checkpoint, None, say)
+        if found is None:
+            raise UserError(
+                f"--pretrained-checkpoint ({config.pretrained_checkpoint}) holds no checkpoint"
+            )
+        return Source(found, True)
+    if config.load is not None:
+        if config.exit_on_missing_checkpoint:
+            raise UserError(
+                f"--load ({config.load}) holds no checkpoint; without "
+                "--exit-on-missing-checkpoint the run would start from scratch"
+            )
+        say(f"WARNING: --load ({config.load}) holds no checkpoint: starting from scratch")
+    return None
+
+
+def find(folder: str, step: int | None, say: Say) -> Found | None:
+    """Return the checkpoint of iteration ``step``, or the newest; None when there is nothing.
+
+    Raises:
+        UserError: ``step`` is not there, or something is there but nothing complete.
+    """
+    root = Path(folder)
+    if root.exists() and not root.is_dir():
+        raise UserError(f"checkpoint folder {folder} is a file")
+    if (root / INDEX).exists():
+        # The folder of one checkpoint instead of the folder that holds it.
+        index = open_complete(root)
+        return Found(int(index.facts.get("iteration", 0)), root, index)
+    held = catalog.scan(root)
+    if step is not None:
+        return _of_step(held, step)
+    for path in held.unfinished:
+        say(f"{path} is a save that never finished; it is ignored")
+    chosen = catalog.newest(held)
+    if chosen is None:
+        if held.is_empty:
+            return None
+        raise CheckpointError(f"{folder} holds no complete checkpoint:\n  {_reasons(held)}")
+    _announce(held, chosen, say)
+    return chosen
+
+
+def _of_step(held: Catalog, step: int) -> Found:
+    for found in held.complete:
+        if found.name == step:
+            return found
+    there = ", ".join(str(found.name) for found in held.complete) or "none"
+    reasons = f"\n  {_reasons(held)}" if held.ignored else ""
+    raise UserError(
+        f"--ckpt-step ({step}): {held.root} has no complete checkpoint of that iteration; "
+        f"complete ones: {there}{reasons}"
+    )
+
+
+def _announce(held: Catalog, chosen: Found, say: Say) -> None:
+    for path, reason in held.ignored.items():
+        say(f"WARNING: ignored {path}: {reason}")
+    if held.tracker is None or chosen.name == held.tracker:
+        for found in held.complete:
+            if found.published > chosen.published:
+                say(f"WARNING: ignored {found.folder}: {catalog.TRACKER} names {held.tracker}")
+        return
+    say(f"WARNING: {catalog.TRACKER} names {held.tracker}, but {chosen.name} is taken")
+
+
+def _reasons(held: Catalog) -> str:
+    return "\n  ".join(f"{path}: {reason}" for path, reason in held.ignored.items())
+
+
+def stored_config(folder: str, step: int | None) -> dict[str, Any]:
+    """Return the flat config of the run that wrote a checkpoint, for --use-checkpoint-args.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    found = find(folder, step, lambda line: None)
+    if found is None:
+        raise UserError(f"--use-checkpoint-args: {folder} holds no checkpoint")
+    return dict(found.index.facts.get("config", {}))
