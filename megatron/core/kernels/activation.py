@@ -6,7 +6,7 @@ clamped from above and the up half on both sides first.
 """
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +81,51 @@ def quick_geglu(
     return gated(quick_gelu, x, bias, clamp, offset)
 
 
+def reglu(
+    x: Tensor, bias: Tensor | None = None, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """Return relu(gate) * (up + offset)."""
+    return gated(relu, x, bias, clamp, offset)
+
+
+def geglu_tanh(
+    x: Tensor, bias: Tensor | None = None, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """Return gelu_tanh(gate) * (up + offset)."""
+    return gated(gelu_tanh, x, bias, clamp, offset)
+
+
+def swiglu_function(
+    x: Tensor, bias: Tensor | None = None, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """Return what `swiglu` returns, saving nothing but the input (torch saves silu(gate) too)."""
+    if clamp is not None or offset:
+        return swiglu(x, bias, clamp, offset)
+    out: Tensor = _SwiGLU.apply(x if bias is None else x + bias)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        # Both halves are written where they belong: no concatenation.
+        scratch = F.silu(gate)
+        torch.mul(grad, scratch, out=dup)
+        torch.mul(grad, up, out=scratch)
+        torch.ops.aten.silu_backward.grad_input(scratch, gate, grad_input=dgate)
+        return dx
+
+
 PLAIN: dict[str, Activation] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
@@ -90,10 +135,11 @@ PLAIN: dict[str, Activation] = {
     "squared_relu": squared_relu,
 }
 GATED: dict[str, Activation] = {
-    "gelu": geglu,
-    "gelu_tanh": partial(gated, gelu_tanh),
-    "quick_gelu": quick_geglu,
-    "silu": swiglu,
-    "relu": partial(gated, relu),
+    "swiglu": swiglu_function,
+    "geglu": geglu,
+    "geglu_tanh": geglu_tanh,
+    "quick_geglu": quick_geglu,
+    "reglu": reglu,
 }
-"""The gated unit of each plain activation; both kinds take (x, bias), these clamp and offset too."""
+ACTIVATIONS: dict[str, Activation] = PLAIN | GATED
+"""Every activation by the name configs use."""
