@@ -127,9 +127,7 @@ class TokenizerConfig(Config):
             what = f"repeats {', '.join(repeated)}" if repeated else "has an empty name"
             raise UserError(f"--tokenizer-special-tokens {what}; give each name once")
         if self.tiktoken_pattern is not None and not self.tiktoken_pattern.strip():
-            raise UserError(
-                "--tiktoken-pattern is empty; give v1, v2, gpt2, cl100k, o200k or a regular expression"
-            )
+            raise UserError("--tiktoken-pattern is empty; give v1, v2 or a regular expression")
 
 
 def named_ids(tokens: tuple[str, ...]) -> list[tuple[str, int | None]]:

@@ -69,7 +69,9 @@ def _tekken(data: bytes, path: str | Path, config: TokenizerConfig) -> Ranks:
     count = int(settings.get("default_num_special_tokens", config.tiktoken_num_special_tokens))
     names = config.tokenizer_special_tokens
     if names is None:
-        names = _names_of(own_special, path) or SPECIAL_TOKENS[:count]
+        # Mistral's older files have tokens of their own in the places of <mask> and <pad>.
+        usual = SPECIAL_TOKENS[:3] if settings else SPECIAL_TOKENS
+        names = _names_of(own_special, path) or usual[:count]
     if len(names) > count:
         raise UserError(
             f"--tokenizer-special-tokens gives {len(names)} names, but the vocabulary has "
