@@ -14,7 +14,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.sharding import Sharding
 from megatron.core.utils import human_count
 
-_QK_NORM = re.compile(r"(^|\.)(q|k|query|key)_(layer)?norm\.")
+_QK_NORM = re.compile(r"(^|\.)(q|k)_layernorm\.weight$")
 
 
 @dataclass(frozen=True)

@@ -128,12 +128,21 @@ class Optimizer:
     ) -> StepResult:
         """Update every weight from ``gradient_scale`` times its summed gradient.
 
-        Afterwards the gradients are used up: scaled, or not, as the update rule likes.
+        Afterwards the gradients are used up (scaled, or not, as the update rule likes), unless they
+        were not finite.
+
+        Args:
+            gradient_scale: positive, such as one over the number of tokens.
+            lr: learning rate of this step.
+            weight_decay: decay of the groups that are decayed.
+            count_zeros: count the gradient's zeros too.
         """
         norm, num_zeros = self._measure(gradient_scale, count_zeros)
         factor = clip.clip_factor(norm, self.config.clip_grad)
-        found = (~norm.isfinite()).float()
-        scale = factor * gradient_scale
+        finite = norm.isfinite()
+        found = (~finite).float()
+        # A refused gradient stays as it is, so that one can look which element is to blame.
+        scale = torch.where(finite, factor * gradient_scale, 1.0)
         self._step += 1 - found
         options = groups.settings(lr, weight_decay)
         for shard in self.shards:
