@@ -194,7 +194,8 @@ def _read(
     files = [g for g in given if isinstance(g.target, Spec) and g.target.name == "config"]
     if files:
         given = read_file(files[-1].values[0], vocabulary) + given
-    given, no_effect, renamed = _apply_table(given, vocabulary)
+    dry_run = any(isinstance(g.target, Spec) and g.target.name == "dry_run" for g in given)
+    given, no_effect, renamed = _apply_table(given, vocabulary, dry_run)
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     for item in given:
@@ -211,7 +212,7 @@ def _read(
 
 
 def _apply_table(
-    given: Sequence[Given], vocabulary: Vocabulary
+    given: Sequence[Given], vocabulary: Vocabulary, dry_run: bool
 ) -> tuple[list[Given], tuple[str, ...], tuple[str, ...]]:
     """Replace old spellings, set aside flags without effect, refuse what is refused."""
     found: list[Given] = []
@@ -225,7 +226,10 @@ def _apply_table(
             continue
         words = list(map(str, item.values))
         if row.status == "refused" and not row.asks_nothing(words):
-            raise row.refuse(words)
+            if not (dry_run and row.dry_run):
+                raise row.refuse(words)
+            no_effect.append(f"{item.text} (not built yet; left out of this plan)")
+            continue
         if row.status != "successor":
             no_effect.append(item.text)
             continue
@@ -234,7 +238,7 @@ def _apply_table(
             Given(new.flag, new.values, item.place, new.target)
             for new in read_command_line(tokens, vocabulary)
         ]
-        more, silent, _ = _apply_table(successors, vocabulary)
+        more, silent, _ = _apply_table(successors, vocabulary, dry_run)
         (fallbacks if row.is_fallback else found).extend(more)
         no_effect += silent
         renamed.append(f"{item.text} -> {' '.join(tokens)}")

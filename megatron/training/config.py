@@ -13,6 +13,7 @@ from megatron.core.config import Config, option
 from megatron.core.datasets.config import DataConfig
 from megatron.core.grid import ParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
+from megatron.core.optimizer.schedule import Schedule, build_schedule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
@@ -106,7 +107,7 @@ class TrainingConfig(Config):
     manual_gc_interval: int = option(0)
     """Iterations between collections under --manual-gc; 0 never collects during training."""
 
-    manual_gc_eval: bool = option(True)
+    manual_gc_eval: bool = option(True, aliases={"--disable-manual-gc-eval": False})
     """Under --manual-gc, collect at the start and end of an evaluation too."""
 
     @classmethod
@@ -231,7 +232,9 @@ class CheckpointConfig(Config):
     use_checkpoint_args: bool = option(False)
     """Take the model's architecture from the checkpoint."""
 
-    use_tokenizer_model_from_checkpoint_args: bool = option(True)
+    use_tokenizer_model_from_checkpoint_args: bool = option(
+        True, aliases={"--disable-use-tokenizer-model-from-checkpoint-args": False}
+    )
     """Under --use-checkpoint-args, take the tokenizer too, unless the command line names one."""
 
     def __post_init__(self) -> None:
@@ -277,7 +280,9 @@ class LoggingConfig(Config):
     log_timers_to_tensorboard: bool = option(False)
     """Write timers to TensorBoard."""
 
-    log_loss_scale_to_tensorboard: bool = option(True)
+    log_loss_scale_to_tensorboard: bool = option(
+        True, aliases={"--disable-log-loss-scale-to-tensorboard": False}
+    )
     """Write the loss scale to TensorBoard."""
 
     log_validation_ppl_to_tensorboard: bool = option(False)
@@ -427,6 +432,16 @@ class RunConfig(Config):
         if training.decrease_batch_size_if_needed:
             return round_down(sizes, self.samples_per_step)
         return sizes
+
+    @property
+    def learning_schedule(self) -> Schedule:
+        """Return learning rate and weight decay as functions of progress."""
+        return build_schedule(
+            self.schedule,
+            self.optimizer.weight_decay,
+            train_iters=self.training.train_iters,
+            train_samples=self.training.train_samples,
+        )
 
     @property
     def total_iterations(self) -> int:

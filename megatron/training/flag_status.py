@@ -7,6 +7,8 @@ stand in it. Its columns:
     values    how many values follow: a number, ``*`` (any), ``+`` (one or more), ``?`` (0 or 1)
     status    successor, no effect or refused
     default   for a refused flag: a value that asks for nothing, and is accepted
+    dry_run   yes where a dry run accepts a refused flag, since its plan is right without it or
+              errs on the safe side
     instead   for a successor, the tokens it stands for, ``{}`` being its values, in brackets when
               they count only if no other flag says otherwise; for a refused flag, what to use
     why       one clause, for the message and the documentation
@@ -31,6 +33,7 @@ class Row:
     values: str
     status: Status
     default: str
+    dry_run: bool
     instead: str
     why: str
 
@@ -64,11 +67,11 @@ def load() -> Mapping[str, Row]:
     with source.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     header, *body = rows
-    assert header == ["flag", "values", "status", "default", "instead", "why"], header
+    assert header == list(Row.__annotations__), header
     table: dict[str, Row] = {}
-    for flag, values, status, default, instead, why in body:
+    for flag, values, status, default, dry_run, *texts in body:
         assert flag not in table, f"{flag} stands twice in the table of flags"
-        table[flag] = Row(flag, values, cast(Status, status), default, instead, why)
+        table[flag] = Row(flag, values, cast(Status, status), default, dry_run == "yes", *texts)
     return table
 
 

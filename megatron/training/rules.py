@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from megatron.core.config import Origin
+from megatron.core.pipeline_parallel.stages import split_layers
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
 
@@ -108,12 +109,7 @@ def vocabulary_divides_over_tensor_ranks(config: RunConfig, origins: Origins) ->
 
 def every_stage_has_a_layer(config: RunConfig, origins: Origins) -> None:
     """A pipeline stage without a layer would only cost time."""
-    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if stages > layers:
-        raise UserError(
-            f"--pipeline-model-parallel-size ({stages}) is more than --num-layers ({layers}); "
-            f"use at most {layers} stages"
-        )
+    split_layers(config.model.num_layers, config.parallel.pipeline_model_parallel_size)
 
 
 def sequence_divides(config: RunConfig, origins: Origins) -> None:
@@ -244,44 +240,9 @@ def run_has_one_length(config: RunConfig, origins: Origins) -> None:
 
 
 def schedule_fits_the_run(config: RunConfig, origins: Origins) -> None:
-    """Schedule lengths have the unit of the run's length, and a warm-up ends before the decay."""
-    training, schedule = config.training, config.schedule
-    if training.skip_train:
-        return
-    if schedule.lr is None:
-        raise UserError("--lr is required: the peak learning rate")
-    unit, other = (
-        ("samples", "iters")
-        if training.train_samples is not None
-        else (
-            "iters",
-            "samples",
-        )
-    )
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if getattr(schedule, f"{name}_{other}"):
-            raise UserError(
-                f"{flag(f'{name}_{other}')} ({getattr(schedule, f'{name}_{other}')}) has another "
-                f"unit than --train-{unit}; give {flag(f'{name}_{unit}')}"
-            )
-    total = training.train_samples if unit == "samples" else training.train_iters
-    given_decay = getattr(schedule, f"lr_decay_{unit}")
-    decay = given_decay if given_decay is not None else total
-    warmup = getattr(schedule, f"lr_warmup_{unit}")
-    if decay and warmup >= decay:
-        where = flag(f"lr_decay_{unit}") if given_decay is not None else f"--train-{unit}"
-        raise UserError(
-            f"{flag(f'lr_warmup_{unit}')} ({warmup}) must be less than {where} ({decay})"
-        )
-    fall = getattr(schedule, f"lr_wsd_decay_{unit}")
-    if schedule.lr_decay_style == "WSD":
-        if fall is None:
-            raise UserError(f"--lr-decay-style WSD needs {flag(f'lr_wsd_decay_{unit}')}")
-        if decay and warmup + fall > decay:
-            raise UserError(
-                f"{flag(f'lr_warmup_{unit}')} ({warmup}) and {flag(f'lr_wsd_decay_{unit}')} "
-                f"({fall}) are together longer than the decay ({decay})"
-            )
+    """Schedule lengths have the unit of the run's length, and fit each other and the run."""
+    if not config.training.skip_train:
+        assert config.learning_schedule
 
 
 def checkpoints_have_a_folder(config: RunConfig, origins: Origins) -> None:

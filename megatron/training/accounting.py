@@ -1,0 +1,233 @@
+"""What a run costs, computed from its configs: parameters, memory, operations.
+
+Pure functions without torch. `stage_parameters` lists what a rank holds by name and shape, exactly
+as the model builds it; counts and bytes of weights, gradients and optimizer state follow from it
+to the byte. Activations are an estimate, see `activation_bytes`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.distributed.layout import Item, plan_buffers
+from megatron.core.optimizer import memory
+from megatron.core.pipeline_parallel.stages import Stage, make_stages
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.plan import layer_plan
+from megatron.training.config import RunConfig
+
+BACKWARD_AND_FORWARD = 3
+"""A backward pass multiplies twice as much as the forward: for inputs and for weights."""
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter of a rank."""
+
+    name: str
+    """Its path in the model."""
+    shape: tuple[int, ...]
+    kind: str
+    """What it belongs to, for sums by kind of layer."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+
+def stage_parameters(
+    model: TransformerConfig, padded_rows: int, stage: Stage, tp: int = 1
+) -> Iterator[ParameterShape]:
+    """Yield the parameters that a tensor-parallel rank of a stage holds.
+
+    Args:
+        model: the architecture.
+        padded_rows: rows of the vocabulary, padding included.
+        stage: the layers and ends that the rank owns.
+        tp: tensor-parallel ranks.
+    """
+    hidden = model.hidden_size
+    if stage.is_first:
+        vocabulary = (padded_rows // tp, hidden)
+        yield ParameterShape("embedding.word_embeddings.weight", vocabulary, "word embedding")
+        if model.position.position_embedding_type == "learned_absolute":
+            table = (model.position.max_position_embeddings, hidden)
+            name = "embedding.position_embeddings.weight"
+            yield ParameterShape(name, table, "position embedding")
+    plan = layer_plan(model)
+    for number in stage.layers:
+        for sublayer in plan[number].sublayers:
+            prefix = f"decoder.layers.{number}"
+            yield from _norm(model, f"{prefix}.{sublayer.norm_name}", hidden)
+            block = f"{prefix}.{sublayer.block_name}"
+            if sublayer.kind == "mlp":
+                yield from _mlp(model, block, tp)
+            else:
+                yield from _attention(model, block, tp)
+    if stage.is_last:
+        yield from _norm(model, "decoder.final_layernorm", hidden)
+        if model.untie_embeddings_and_output_weights or not stage.is_first:
+            shape = (padded_rows // tp, hidden)
+            yield ParameterShape("output_layer.weight", shape, "output head")
+
+
+def _norm(
+    model: TransformerConfig, name: str, size: int, kind: str = "norms"
+) -> Iterator[ParameterShape]:
+    yield ParameterShape(f"{name}.weight", (size,), kind)
+    if model.norm.normalization == "LayerNorm":
+        yield ParameterShape(f"{name}.bias", (size,), kind)
+
+
+def _attention(model: TransformerConfig, name: str, tp: int) -> Iterator[ParameterShape]:
+    attention, hidden, kind = model.attention, model.hidden_size, "attention"
+    heads, size = attention.num_attention_heads // tp, attention.kv_channels
+    # With fewer groups than ranks, a group is repeated on each rank that needs it.
+    groups = max(1, attention.num_query_groups // tp)
+    rows = (heads + 2 * groups) * size
+    yield ParameterShape(f"{name}.linear_qkv.weight", (rows, hidden), kind)
+    if model.add_bias_linear or attention.add_qkv_bias:
+        yield ParameterShape(f"{name}.linear_qkv.bias", (rows,), kind)
+    yield ParameterShape(f"{name}.linear_proj.weight", (hidden, heads * size), kind)
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind)
+    if attention.qk_layernorm:
+        for which in ("q_layernorm", "k_layernorm"):
+            yield from _norm(model, f"{name}.{which}", size, kind)
+    if attention.softmax_type == "learnable":
+        yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
+
+
+def _mlp(model: TransformerConfig, name: str, tp: int) -> Iterator[ParameterShape]:
+    hidden, inner = model.hidden_size, model.mlp.ffn_hidden_size // tp
+    wide = inner * (2 if model.mlp.is_gated else 1)
+    yield ParameterShape(f"{name}.linear_fc1.weight", (wide, hidden), "mlp")
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_fc1.bias", (wide,), "mlp")
+    yield ParameterShape(f"{name}.linear_fc2.weight", (hidden, inner), "mlp")
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), "mlp")
+
+
+def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
+    """Return the parameters of the whole model by kind, for a vocabulary of ``rows`` rows."""
+    counts: Counter[str] = Counter()
+    for parameter in stage_parameters(model, rows, Stage(range(model.num_layers))):
+        counts[parameter.kind] += parameter.numel
+    return dict(counts)
+
+
+def parameter_count(model: TransformerConfig, rows: int) -> int:
+    """Return the parameters of the whole model, for a vocabulary of ``rows`` rows."""
+    return sum(parameters_by_kind(model, rows).values())
+
+
+def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int) -> int:
+    """Return the operations that training on one sample takes, by Megatron-LM's formula.
+
+    Matrix products count two operations per multiply-add, and three times for forward and
+    backward. Causal attention counts half of the full square, a window counts as none; padded
+    rows of the vocabulary count, recomputation does not.
+    """
+    attention, hidden = model.attention, model.hidden_size
+    width = attention.num_attention_heads * attention.kv_channels
+    key_value = 2 * attention.num_query_groups * attention.kv_channels
+    projections = hidden * (width + key_value) + width * hidden
+    scores_and_values = 2 * width * seq_length / 2
+    mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
+    per_token = model.num_layers * (projections + scores_and_values + mlp) + hidden * padded_rows
+    return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one rank of a pipeline stage."""
+
+    stage: int
+    layers: range
+    parameters: int
+    fixed: dict[str, int]
+    """Weights, gradients, masters and optimizer states: exact."""
+    activations: int
+    """Of all microbatches that are alive at once: an estimate."""
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all of it."""
+        return sum(self.fixed.values()) + self.activations
+
+
+def stage_memory(config: RunConfig, padded_rows: int, micro_batch_size: int) -> list[StageMemory]:
+    """Return the memory of a rank of each pipeline stage."""
+    parallel = config.parallel
+    stages = make_stages(config.model.num_layers, parallel.pipeline_model_parallel_size)
+    result = []
+    for index, stage in enumerate(stages):
+        held = list(
+            stage_parameters(config.model, padded_rows, stage, parallel.tensor_model_parallel_size)
+        )
+        items = [Item(p.name, p.numel, None, "all") for p in held]
+        plans = plan_buffers(items, config.data_parallel_size * parallel.context_parallel_size)
+        # Under one-forward-one-backward an early stage holds a microbatch for each one after it.
+        alive = len(stages) - index
+        result.append(
+            StageMemory(
+                index,
+                stage.layers,
+                sum(p.numel for p in held),
+                memory.predict(plans, config.optimizer, config.precision),
+                alive * activation_bytes(config, padded_rows, stage, micro_batch_size),
+            )
+        )
+    return result
+
+
+def activation_bytes(
+    config: RunConfig, padded_rows: int, stage: Stage, micro_batch_size: int
+) -> int:
+    """Estimate what one microbatch keeps on a rank of a stage for its backward pass.
+
+    Counted per layer are the inputs of the two norms, of the four matrix products, of the
+    activation function and of the attention op, dropout masks of a byte per element, and per head
+    and token one fp32 number: attention is taken to keep no matrix of probabilities (fused or
+    flash). The last stage adds logits and their fp32 softmax. After Korthikanti et al., 2022.
+    """
+    model, parallel = config.model, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    tokens = micro_batch_size * (config.data.seq_length // parallel.context_parallel_size)
+    size = memory.BYTES[config.precision.params_dtype]
+    share = tp if parallel.sequence_parallel else 1
+    hidden = model.hidden_size
+    attention = model.attention
+    heads = attention.num_attention_heads
+    width = heads * attention.kv_channels
+    key_value = 2 * max(attention.num_query_groups, tp) * attention.kv_channels
+    inner = model.mlp.ffn_hidden_size
+    wide = inner * (2 if model.mlp.is_gated else 1)
+    whole = 4 * hidden * size  # inputs of both norms, and their outputs into qkv and fc1
+    masks = 2 * hidden if model.hidden_dropout else 0
+    cut = (width + key_value + width + wide + inner) * size + 4 * heads
+    per_token = len(stage.layers) * ((whole + masks) / share + cut / tp)
+    if stage.is_last:
+        logits = padded_rows / tp * (size + memory.BYTES[config.precision.accumulation_dtype])
+        per_token += logits + 2 * hidden * size / share
+    return math.ceil(tokens * per_token)
+
+
+def largest_micro_batch(config: RunConfig, padded_rows: int, memory_bytes: float) -> int:
+    """Return the largest micro-batch that fits a rank of ``memory_bytes``, 0 if none does."""
+
+    def worst(size: int) -> int:
+        return max(stage.total for stage in stage_memory(config, padded_rows, size))
+
+    fixed, one = worst(0), worst(1)
+    if one > memory_bytes:
+        return 0
+    guess = max(1, int((memory_bytes - fixed) / max(1, one - fixed)))
+    while worst(guess) > memory_bytes:
+        guess -= 1
+    while worst(guess + 1) <= memory_bytes:
+        guess += 1
+    return guess
