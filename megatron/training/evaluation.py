@@ -6,6 +6,7 @@ samples as one that was not interrupted. A set that is evaluated whole has no po
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,10 +14,14 @@ from torch import nn
 from megatron.core.mesh import Mesh
 from megatron.training import batches
 from megatron.training.batches import Batches, Samples
+from megatron.training.garbage import Garbage
+from megatron.training.metrics import Metrics
 from megatron.training.objective import Accumulator, Objective
+from megatron.training.state import TrainState
 from megatron.training.step import ForwardStep
 
 LOSS = "lm loss"
+Split = Literal["valid", "test"]
 
 
 @dataclass
@@ -83,6 +88,42 @@ class Evaluator:
         return {LOSS: sums.reduce().loss}
 
 
-def positions(sets: Sequence[EvaluationSet]) -> dict[str, int]:
-    """Return the position of each set by name, as checkpoints store it."""
-    return {held_out.name: held_out.consumed_samples for held_out in sets}
+class HeldOut:
+    """All that a run evaluates on: its validation sets, and the test set at the end."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        validation: Sequence[EvaluationSet],
+        test: Sequence[EvaluationSet],
+        metrics: Metrics,
+        garbage: Garbage,
+    ) -> None:
+        self._evaluator, self._metrics, self._garbage = evaluator, metrics, garbage
+        self._sets: dict[Split, Sequence[EvaluationSet]] = {"valid": validation, "test": test}
+
+    def validate(self, state: TrainState) -> None:
+        """Evaluate on the validation sets, during training; a collective."""
+        self._evaluate("valid", f"iteration {state.iteration}", state)
+
+    def finish(self, state: TrainState) -> None:
+        """Evaluate on the validation sets and on the test set, at the end; a collective."""
+        self._evaluate("valid", f"iteration {state.iteration} on validation set", state)
+        self._evaluate("test", f"iteration {state.iteration} on test set", state)
+
+    def _evaluate(self, split: Split, where: str, state: TrainState) -> None:
+        sets = self._sets[split]
+        if not sets:
+            return
+        self._garbage.evaluation()
+        for held_out in sets:
+            self._metrics.validation(
+                iteration=state.iteration,
+                consumed_samples=state.consumed_samples,
+                losses=self._evaluator.run(held_out),
+                where=where,
+                split=split,
+                dataset=held_out.name,
+            )
+        self._garbage.evaluation()
+        state.evaluated |= {f"{split} {one.name}".strip(): one.consumed_samples for one in sets}

@@ -6,7 +6,6 @@ interval, before a checkpoint and at the end. Only rank 0 prints and writes.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -262,8 +261,3 @@ def _to_host(pending: Sequence[Iteration]) -> list[dict[str, float]]:
         }
         for numbers in named
     ]
-
-
-def print_flushed(line: str) -> None:
-    """Print a line at once, also into a file or a pipe."""
-    print(line, flush=True, file=sys.stdout)

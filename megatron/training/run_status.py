@@ -2,20 +2,24 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.utils import atomic_path
+from megatron.training import stopping
 
 NAME = "run_status.json"
+Reason = Literal["running"] | stopping.Reason
+"""A file that says ``running`` after its process is gone: the process was killed."""
+RESUBMIT: tuple[Reason, ...] = ("running", "interval", "duration", "signal")
+"""Reasons after which the same command, started again, carries on as its user wants."""
 
 
 def write(
     save: str | None,
     *,
-    reason: str,
+    reason: Reason,
     iteration: int,
     checkpoint: str | None,
-    resubmit: bool,
     attempt: int,
     message: str | None = None,
 ) -> None:
@@ -23,10 +27,9 @@ def write(
 
     Args:
         save: the folder of checkpoints.
-        reason: ``complete``, ``interval``, ``duration``, ``signal``, ``stop file`` or ``failure``.
+        reason: why the run stopped.
         iteration: iterations done.
         checkpoint: folder of the newest checkpoint, if any.
-        resubmit: starting the same command again would carry on.
         attempt: restarts before this run.
         message: the error of a failure.
     """
@@ -36,10 +39,21 @@ def write(
         "reason": reason,
         "iteration": iteration,
         "checkpoint": checkpoint,
-        "resubmit": resubmit,
+        "resubmit": reason in RESUBMIT,
         "attempt": attempt,
     }
     if message is not None:
         status["message"] = message
     with atomic_path(Path(save) / NAME) as path:
         path.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
+
+
+def attempt(save: str | None) -> int | None:
+    """Return the attempt of the last run in a folder, or None without one."""
+    path = Path(save) / NAME if save else None
+    if path is None or not path.exists():
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["attempt"])
+    except (ValueError, KeyError, TypeError):
+        return None  # somebody else's file

@@ -11,7 +11,7 @@ One iteration is in `step`; the parts are made and joined in `pretrain`.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.optimizer.schedule import Schedule
@@ -19,7 +19,7 @@ from megatron.training import log_line, memory
 from megatron.training.batch_size import BatchSizes
 from megatron.training.batches import Batches
 from megatron.training.config import RunConfig
-from megatron.training.evaluation import LOSS, EvaluationSet, Evaluator, positions
+from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.garbage import Garbage
 from megatron.training.metrics import Iteration, Metrics
 from megatron.training.objective import Accumulator
@@ -42,14 +42,13 @@ class Parts:
     schedule: Schedule
     train_iters: int
     sizes: BatchSizes
-    evaluator: Evaluator
-    validation: Sequence[EvaluationSet]
-    test: Sequence[EvaluationSet]
+    held_out: HeldOut
     metrics: Metrics
     stopper: Stopper
     profiler: Profiler
-    save: Callable[[TrainState], None] | None
-    """Writes a checkpoint of this state; None when the run saves nowhere."""
+    garbage: Garbage
+    save: Callable[[TrainState, bool], None] | None
+    """Writes a checkpoint of a state, told whether it is the last; None when nothing is saved."""
     say: Callable[[str], None]
     flops_per_sample: float
 
@@ -61,9 +60,6 @@ class Trainer:
         self.config, self.parts, self.state = config, parts, state
         self.mesh, self.timers = parts.step.mesh, parts.step.timers
         self.skipped = frozenset(config.training.iterations_to_skip)
-        self.saved_at: int | None = None
-        """Iteration of the newest checkpoint that this process wrote."""
-        self._garbage = Garbage(config.training)
         self._started = state.iteration
         self._seconds = 0.0
         """Wall time of this process's iterations."""
@@ -80,7 +76,7 @@ class Trainer:
             RunFailed: the run has gone wrong; nothing was saved for it.
         """
         self._on_first = on_first or self._on_first
-        self._garbage.start()
+        self.parts.garbage.start()
         try:
             while self.state.iteration < self.parts.train_iters:
                 reason = self._iterate()
@@ -88,15 +84,9 @@ class Trainer:
                     return reason
             return "complete"
         finally:
-            self._garbage.stop()
+            self.parts.garbage.stop()
             self.parts.metrics.flush()
             self._say(self.parts.profiler.stop())
-
-    def evaluate_all(self) -> None:
-        """Evaluate at the end of a run: the validation and the test sets."""
-        where = f"iteration {self.state.iteration} on"
-        for name, sets in (("validation", self.parts.validation), ("test", self.parts.test)):
-            self._evaluate(sets, f"{where} {name} set", "valid" if name == "validation" else name)
 
     def _iterate(self) -> Reason | None:
         """Run one iteration and what is due after it."""
@@ -113,7 +103,7 @@ class Trainer:
         self._say(self.parts.profiler.after(plan.iteration))
         self._log_when_due()
         self._evaluate_when_due()
-        self._garbage.iteration(plan.iteration)
+        self.parts.garbage.iteration(plan.iteration)
         reason = self.parts.stopper.reason(plan.iteration, result.totals.stop)
         if plan.iteration == self.parts.train_iters:
             reason = "complete"
@@ -212,26 +202,8 @@ class Trainer:
         if validation.eval_interval is None or iteration % validation.eval_interval:
             return
         if validation.start_eval_at_iter is None or iteration >= validation.start_eval_at_iter:
-            self._evaluate(self.parts.validation, f"iteration {iteration}", "valid")
-
-    def _evaluate(self, sets: Sequence[EvaluationSet], where: str, split: str) -> None:
-        if not sets:
-            return
-        self._garbage.evaluation()
-        with self.timers.measure("evaluate", level=0):
-            for held_out in sets:
-                losses = self.parts.evaluator.run(held_out)
-                self.parts.metrics.validation(
-                    iteration=self.state.iteration,
-                    consumed_samples=self.state.consumed_samples,
-                    losses=losses,
-                    where=where,
-                    split=split,
-                    dataset=held_out.name,
-                )
-        self._garbage.evaluation()
-        if split == "valid":
-            self.state.evaluated = positions(sets)
+            with self.timers.measure("evaluate", level=0):
+                self.parts.held_out.validate(self.state)
 
     def _save_when_due(self, stopping: bool) -> None:
         interval, iteration = self.config.checkpoint.save_interval, self.state.iteration
@@ -241,9 +213,8 @@ class Trainer:
         self.parts.metrics.flush()
         start = time.perf_counter()
         with self.timers.measure("save-checkpoint", level=0):
-            self.parts.save(self.state)
+            self.parts.save(self.state, stopping)
         self.parts.stopper.saved(time.perf_counter() - start)
-        self.saved_at = iteration
 
     def _say(self, line: str | None) -> None:
         if line:

@@ -1,0 +1,70 @@
+"""Which samples a run needs, and where in the data it is."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron.core.datasets.blended import BlendedDataset, Dataset
+from megatron.core.datasets.builder import Sizes
+from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.plan import positions
+from megatron.core.datasets.sources import read_sources
+from megatron.training.config import RunConfig
+
+if TYPE_CHECKING:  # a dry run asks for sizes without importing torch
+    from megatron.training.batches import Samples
+
+Say = Callable[[str], None]
+
+
+class RunData(Protocol):
+    """The data sets of a run, as `megatron.core.datasets.builder.build_datasets` returns them."""
+
+    @property
+    def train(self) -> Any: ...
+
+    @property
+    def valid(self) -> "Sequence[Samples]": ...
+
+    @property
+    def test(self) -> Any: ...
+
+    @property
+    def valid_names(self) -> Sequence[str]: ...
+
+
+def sizes(config: RunConfig, say: Say) -> Sizes:
+    """Return the samples asked of train, valid and test: None for one pass, 0 for no data set.
+
+    A split that nobody names data for is not evaluated, with a line that says so.
+    """
+    training, validation = config.training, config.validation
+    train = 0 if training.skip_train else training.train_samples or config.total_samples
+    batch, iterations = config.batch_sizes.final, validation.eval_iters
+    evaluations = 1
+    if validation.eval_interval is not None:
+        evaluations += config.total_iterations // validation.eval_interval
+    valid: int | None = evaluations * iterations * batch
+    test: int | None = iterations * batch
+    if iterations == -1:
+        valid = test = None
+    elif iterations and config.data.full_validation:
+        valid = None
+    sources = read_sources(config.data)
+    if valid != 0 and sources["valid"] is None:
+        say("no validation data: there will be no evaluation on a validation set")
+        valid = 0
+    if test != 0 and sources["test"] is None:
+        test = 0
+    return train, valid, test
+
+
+def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:
+    """Return what tells (source, passes over it) after a number of consumed samples.
+
+    Empty for data sets that are no corpora of tokens.
+    """
+    if not isinstance(dataset, GPTDataset | BlendedDataset):
+        return lambda consumed: ()
+    return lambda consumed: [
+        (one.source.rsplit("/", 1)[-1], one.epoch) for one in positions(dataset, consumed)
+    ]

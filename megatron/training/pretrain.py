@@ -1,0 +1,397 @@
+"""One run from its resolved flags to its exit code: the parts are made here, in this order.
+
+    device and mesh -> tokenizer -> data sets -> model -> optimizer -> checkpoint -> loop -> end
+
+An entry point brings a `Program`: how to build its model and its data sets, and a forward step.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron.core import rng
+from megatron.core.datasets.builder import Sizes
+from megatron.core.datasets.sampler import sample_order
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
+from megatron.core.optimizer.schedule import Schedule, build_schedule
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
+from megatron.training import (
+    accounting,
+    log_line,
+    memory,
+    rules,
+    run_status,
+    setup,
+    startup,
+    stopping,
+)
+from megatron.training import data as run_data
+from megatron.training.arguments import ParsedRun
+from megatron.training.batches import Batches, training_numbers
+from megatron.training.checkpoint_facts import RunFacts
+from megatron.training.checkpointing import Loaded, load_checkpoint, save_checkpoint, warn_of_space
+from megatron.training.config import RunConfig
+from megatron.training.data import RunData
+from megatron.training.devices import peak_flops
+from megatron.training.evaluation import Evaluator, HeldOut, open_set
+from megatron.training.garbage import Garbage
+from megatron.training.health import Health, RunFailed
+from megatron.training.launch import Launch
+from megatron.training.metrics import Facts, Metrics
+from megatron.training.objective import Objective
+from megatron.training.profiling import Profiler
+from megatron.training.progress import Progress
+from megatron.training.signals import ExitSignal
+from megatron.training.state import TrainState
+from megatron.training.step import ForwardStep, TrainStep
+from megatron.training.stopping import Reason, Stopper
+from megatron.training.timers import Timers, synchronizer
+from megatron.training.trainer import Parts, Trainer
+from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What an entry point brings to a run."""
+
+    build_model: Callable[[RunConfig, Mesh, Vocabulary], nn.Module]
+    """Returns this rank's model with named records; initial values are drawn later."""
+    build_datasets: Callable[[RunConfig, Sizes, Tokenizer], RunData]
+    forward_step: ForwardStep
+
+
+def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int:
+    """Train (or evaluate) as ``run`` says and return the process's exit code.
+
+    Raises:
+        UserError: something that a user can fix; nothing was saved.
+    """
+    clock = startup.StartupClock()
+    config, started = run.config, time.time()
+    say = _printer(launch.rank)
+    rules.check_device(config, torch.cuda.is_available())
+    say(f"launch: {launch}")
+    mesh = setup.create_mesh(config, launch, say)
+    try:
+        for line in (
+            *startup.environment_lines(mesh),
+            *startup.settings_lines(config.flatten(), run.origins),
+            *run.lines(),
+        ):
+            say(line)
+        clock.lap("set-up")
+        job = Job(config, mesh, program, say, clock, started)
+        if not config.training.exit_signal_handler:
+            return job.run()
+        with ExitSignal(config.training.exit_signal) as job.signal:
+            return job.run()
+    finally:
+        setup.disconnect()
+
+
+class Job:
+    """The parts of one run in one process, and how it ends."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        program: Program,
+        say: Callable[[str], None],
+        clock: startup.StartupClock,
+        started: float,
+    ) -> None:
+        self.config, self.mesh, self.program = config, mesh, program
+        self.say, self.clock, self.started = say, clock, started
+        self.signal: ExitSignal | None = None
+        self.attempt = 0
+        self.flops_per_sample = 0
+        self.newest: Path | None = None
+        """The newest checkpoint of this run."""
+
+    def run(self) -> int:
+        """Build the parts, load, train, evaluate; return the exit code."""
+        config = self.config
+        tokenizer = build_tokenizer(config.tokenizer)
+        tensor_parallel = config.parallel.tensor_model_parallel_size
+        vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)
+        self.flops_per_sample = accounting.flops_per_sample(
+            config.model, config.data.seq_length, vocabulary.padded_rows
+        )
+        wanted = run_data.sizes(config, self.say)
+        data = self.program.build_datasets(config, wanted, tokenizer)
+        self.clock.lap("data")
+        model = self._build_model(vocabulary)
+        optimizer, schedule = self._optimizer(model)
+        self.clock.lap("model")
+        facts = RunFacts(
+            config=config.flatten(),
+            schedule=schedule,
+            tokenizer=tokenizer.fingerprint(),
+            vocabulary=vocabulary.ids_in_use,
+            vocabulary_rows=vocabulary.rows,
+            objective="tokens" if config.training.calculate_per_token_loss else "microbatches",
+        )
+        loaded = load_checkpoint(
+            config.checkpoint, config.schedule, self.mesh, [model], optimizer, facts, self.say
+        )
+        self.newest = loaded.folder
+        self.clock.lap("load")
+        if self._is_complete(loaded.state):
+            return 0
+        return self._work(data, model, optimizer, facts, loaded)
+
+    def _build_model(self, vocabulary: Vocabulary) -> nn.Module:
+        model = self.program.build_model(self.config, self.mesh, vocabulary)
+        rng.initialize(model, self.config.training.seed)
+        for line in startup.parameter_table(model):
+            self.say(line)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        self.say(log_line.parameter_line(self.mesh.pp.coordinate, self.mesh.tp.coordinate, count))
+        return model
+
+    def _optimizer(self, model: nn.Module) -> tuple[Optimizer | None, Schedule | None]:
+        config = self.config
+        if config.training.skip_train:
+            return None, None
+        schedule = build_schedule(
+            config.schedule,
+            config.optimizer.weight_decay,
+            train_iters=config.training.train_iters,
+            train_samples=config.training.train_samples,
+        )
+        return build_optimizer(config.optimizer, [model], self.mesh, config.precision), schedule
+
+    def _is_complete(self, state: TrainState) -> bool:
+        total = self.config.total_iterations
+        if self.config.training.skip_train or not 0 < total <= state.iteration:
+            return False
+        self.say(
+            f"training is already complete: the checkpoint is at iteration {state.iteration} of "
+            f"{total}; nothing is done and nothing written (a longer run needs a higher "
+            "--train-iters or --train-samples)"
+        )
+        return True
+
+    def _work(
+        self,
+        data: RunData,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        facts: RunFacts,
+        loaded: Loaded,
+    ) -> int:
+        """Train and evaluate from the state that was loaded; leave a status behind."""
+        state = loaded.state
+        self._announce(state)
+        metrics = self._metrics(data, state)
+        reason: Reason = "failure"
+        message = None
+        try:
+            held_out = self._held_out(data, model, metrics, state)
+            if optimizer is None or loaded.schedule is None:
+                reason = "complete"
+            else:
+                trainer = self._trainer(data, model, optimizer, facts, loaded, held_out, metrics)
+                reason = trainer.train(lambda seconds: self.say(self.clock.line(seconds)))
+            if reason == "complete":
+                held_out.finish(state)
+        except RunFailed as failure:
+            message = str(failure)
+            print(f"{self.mesh.where} error: {failure}", file=sys.stderr, flush=True)
+            return 1
+        except BaseException as failure:
+            message = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            metrics.close()
+            self._status(reason, state, message)
+        if reason != "complete":
+            self.say(f"stopped after iteration {state.iteration}: {reason}")
+            return self.config.training.exit_code_on_early_stop
+        return 0
+
+    def _announce(self, state: TrainState) -> None:
+        save, total = self.config.checkpoint.save, self.config.total_iterations
+        previous = (last_attempt(self.config.logging.metrics_file), run_status.attempt(save))
+        self.attempt = max((one + 1 for one in previous if one is not None), default=0)
+        if self.mesh.rank == 0 and stopping.clear_stop_file(save):
+            self.say(f"removed a file {stopping.STOP_FILE} in {save} from before this run")
+        if not self.config.training.skip_train:
+            self.say(
+                f"training from iteration {state.iteration} to {total}; the first sample is "
+                f"number {state.consumed_samples} of the training set"
+            )
+            self._status("running", state, None)
+
+    def _status(self, reason: run_status.Reason, state: TrainState, message: str | None) -> None:
+        if self.mesh.rank != 0 or self.config.training.skip_train:
+            return
+        run_status.write(
+            self.config.checkpoint.save,
+            reason=reason,
+            iteration=state.iteration,
+            checkpoint=str(self.newest) if self.newest else None,
+            attempt=self.attempt,
+            message=message,
+        )
+
+    def _metrics(self, data: RunData, state: TrainState) -> Metrics:
+        config, logging = self.config, self.config.logging
+        facts = Facts(
+            train_iters=config.total_iterations,
+            seq_length=config.data.seq_length,
+            world_size=self.mesh.world.size,
+            flops_per_sample=self.flops_per_sample,
+            peak_flops=peak_flops(self.mesh.device, config.precision.params_dtype),
+            attempt=self.attempt,
+            memory=memory.in_use(self.mesh.device),
+            epochs=run_data.epochs(data.train),
+        )
+        writers: list[Writer] = []
+        if self.mesh.rank == 0 and not config.training.skip_train:
+            if logging.metrics_file:
+                writers.append(JsonLines(logging.metrics_file))
+            if logging.tensorboard_dir:
+                writers.append(TensorBoard(logging.tensorboard_dir, logging, state.iteration))
+            if logging.wandb_project:
+                writers.append(Wandb(logging, config.checkpoint.save, config.flatten()))
+        return Metrics(facts, writers, self.say, show_throughput=logging.log_throughput)
+
+    def _objective(self) -> Objective:
+        return Objective(self.config.training.calculate_per_token_loss, self.mesh)
+
+    def _held_out(
+        self, data: RunData, model: nn.Module, metrics: Metrics, state: TrainState
+    ) -> HeldOut:
+        config = self.config
+
+        def opened(dataset, name, key, eval_iters):  # type: ignore[no-untyped-def]
+            return open_set(
+                dataset,
+                self.mesh,
+                name=name,
+                eval_iters=eval_iters,
+                global_batch_size=config.batch_sizes.final,
+                micro_batch_size=config.training.micro_batch_size,
+                consumed_samples=state.evaluated.get(key, 0),
+                num_workers=config.data.num_workers,
+            )
+
+        iterations = config.validation.eval_iters
+        whole = -1 if config.data.full_validation else iterations
+        names = list(data.valid_names) if len(data.valid) > 1 else [""]
+        validation = [
+            opened(dataset, name, f"valid {name}".strip(), whole)
+            for dataset, name in zip(data.valid, names, strict=False)
+        ]
+        test = [opened(data.test, "", "test", iterations)] if data.test is not None else []
+        evaluator = Evaluator(model, self.program.forward_step, self._objective())
+        return HeldOut(evaluator, validation, test, metrics, Garbage(config.training))
+
+    def _trainer(  # noqa: PLR0913 - the one place where all parts meet
+        self,
+        data: RunData,
+        model: nn.Module,
+        optimizer: Optimizer,
+        facts: RunFacts,
+        loaded: Loaded,
+        held_out: HeldOut,
+        metrics: Metrics,
+    ) -> Trainer:
+        config, state, save_to = self.config, loaded.state, self.config.checkpoint.save
+        assert loaded.schedule is not None
+        numbers = training_numbers(
+            self.mesh,
+            config.batch_sizes,
+            config.training.micro_batch_size,
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            train_iters=config.total_iterations,
+            skipped=frozenset(config.training.iterations_to_skip),
+            order=sample_order(
+                config.data.dataloader_type,
+                len(data.train),
+                config.total_samples,
+                micro_batch_size=config.training.micro_batch_size,
+                data_parallel_size=self.mesh.dp.size,
+            ),
+        )
+        step = TrainStep(
+            model,
+            optimizer,
+            self.program.forward_step,
+            self._objective(),
+            Health(config.health),
+            Timers(config.logging.timing_log_level, synchronizer(self.mesh.device)),
+            seed=config.training.seed,
+            count_zeros=config.logging.log_num_zeros_in_grad,
+        )
+        warn_of_space(config.checkpoint, self.mesh, [model], optimizer, self.say)
+        parts = Parts(
+            step=step,
+            batches=Batches(data.train, numbers, self.mesh.device, config.data.num_workers),
+            schedule=loaded.schedule,
+            train_iters=config.total_iterations,
+            sizes=config.batch_sizes,
+            held_out=held_out,
+            metrics=metrics,
+            stopper=Stopper(
+                config.training,
+                save=save_to,
+                started=self.started,
+                environ=os.environ,
+                signal=self.signal,
+            ),
+            profiler=Profiler(
+                config.profiling,
+                self.mesh.rank,
+                self.mesh.device,
+                config.logging.tensorboard_dir or save_to or ".",
+            ),
+            garbage=Garbage(config.training),
+            save=self._saver(model, optimizer, facts, state) if save_to else None,
+            say=self.say,
+            flops_per_sample=self.flops_per_sample,
+        )
+        return Trainer(config, parts, state)
+
+    def _saver(
+        self, model: nn.Module, optimizer: Optimizer, facts: RunFacts, state: TrainState
+    ) -> Callable[[TrainState, bool], None]:
+        checkpoint = self.config.checkpoint
+        assert checkpoint.save is not None
+        progress = None
+        if self.config.logging.log_progress and self.mesh.rank == 0:
+            progress = Progress(checkpoint.save, self.mesh.world.size, self.config.data.seq_length)
+            progress.start(state)
+
+        def save(state: TrainState, last: bool) -> None:
+            saved = save_checkpoint(
+                checkpoint, self.mesh, [model], optimizer, state, facts, self.say
+            )
+            if saved.folder is None:
+                if last or checkpoint.exit_on_failed_save:
+                    raise RunFailed(f"iteration {state.iteration} was not saved: {saved.error}")
+                return
+            self.newest = saved.folder
+            if progress is not None:
+                progress.saved(state)
+
+        return save
+
+
+def _printer(rank: int) -> Callable[[str], None]:
+    """Return what prints a line at once, on rank 0 only."""
+    if rank != 0:
+        return lambda line: None
+    return lambda line: print(line, flush=True)

@@ -1,0 +1,105 @@
+"""What a run says before its first iteration: where it runs, with which settings, how soon."""
+
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from megatron.core import sharding
+from megatron.core.config import Origin
+from megatron.core.mesh import Mesh
+from megatron.core.utils import human_count
+
+OPTIONAL = ("triton", "transformer_engine", "flash_attn", "apex", "tensorboard", "wandb")
+
+
+class StartupClock:
+    """Splits the time to the first iteration into phases."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        # Everything before this object is made: the interpreter's start and its imports.
+        self._phases = {"imports": process_age()}
+
+    def lap(self, phase: str) -> None:
+        """Put the time since the last lap down to ``phase``."""
+        now = time.perf_counter()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def line(self, first_step: float) -> str:
+        """Return the phases and what the first iteration took."""
+        self.lap("rest")
+        phases = self._phases | {"first step": first_step}
+        # The first step ran since the last lap, so it is in the rest already.
+        phases["rest"] = max(0.0, phases["rest"] - first_step)
+        parts = " | ".join(f"{name}: {seconds:.2f}" for name, seconds in phases.items())
+        return f"time to the first iteration (s) | {parts} | total: {sum(phases.values()):.2f}"
+
+
+def process_age() -> float:
+    """Return seconds since this process started; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            ticks = int(file.read().rsplit(")", 1)[1].split()[19])
+        with open("/proc/uptime", encoding="ascii") as file:
+            return float(file.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def environment_lines(mesh: Mesh) -> list[str]:
+    """Return lines on the device, the versions and the optional packages that are there."""
+    device = str(mesh.device)
+    if mesh.device.type == "cuda":
+        device += f" ({torch.cuda.get_device_name(mesh.device)})"
+    else:
+        device += f" ({torch.get_num_threads()} threads)"
+    here = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
+    absent = [name for name in OPTIONAL if name not in here]
+    return [
+        f"device: {device}",
+        f"python {platform.python_version()}, torch {torch.__version__}, "
+        f"numpy {numpy.__version__}; optional packages: {', '.join(here) or 'none'} "
+        f"(absent: {', '.join(absent) or 'none'})",
+    ]
+
+
+def settings_lines(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[str]:
+    """Return the settings that are not defaults, with where each comes from."""
+    shown = {
+        name: (values[name], origin)
+        for name, origin in origins.items()
+        if origin not in ("default", "derived") and name in values
+    }
+    lines = ["settings that are not defaults:"]
+    for name, (value, origin) in shown.items():
+        label = f"  {name} ".ljust(48, ".")
+        lines.append(f"{label} {_plain(value)}" + (f" ({origin})" if origin != "flag" else ""))
+    return lines
+
+
+def parameter_table(model: nn.Module) -> list[str]:
+    """Return lines that list this rank's parameters, layers of one shape being listed once."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for parameter in model.parameters():
+        record = sharding.of(parameter)
+        parts = ["*" if part.isdigit() else part for part in record.name.split(".")]
+        key = ".".join(parts), tuple(parameter.shape)
+        groups.setdefault(key, []).append(parameter.numel())
+    width = max(len(name) for name, _ in groups)
+    return [
+        f"  {name:<{width}}  {'x'.join(map(str, shape)):>14}  x {len(sizes):<3} "
+        f"{human_count(sum(sizes)):>9}"
+        for (name, shape), sizes in groups.items()
+    ]
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,93 @@
+"""Pretrain a GPT.
+
+Here is what is GPT's own: its model, its data and a forward step. Copy this file to train something
+else; everything around it (flags, processes, the loop, checkpoints, logs) is `megatron.training`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.training import arguments, launch
+
+if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
+    from torch import nn
+
+    from megatron.core.datasets.builder import Built, Sizes
+    from megatron.core.mesh import Mesh
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.rng import DropoutKey
+    from megatron.core.tokenizers.base import Tokenizer
+    from megatron.core.tokenizers.vocabulary import Vocabulary
+    from megatron.training.batches import Batch
+    from megatron.training.config import RunConfig
+    from megatron.training.objective import TokenLosses
+
+PROGRAM = "pretrain_gpt"
+
+
+def build_model(config: RunConfig, mesh: Mesh, vocabulary: Vocabulary) -> GPTModel:
+    """Return this rank's part of the model; its values are drawn afterwards."""
+    import torch
+
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config.model,
+        mesh,
+        vocab_size=vocabulary.rows,
+        padded_vocab_size=vocabulary.padded_rows,
+        dtype=getattr(torch, config.precision.params_dtype),
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+
+
+def build_datasets(config: RunConfig, sizes: Sizes, tokenizer: Tokenizer) -> Built:
+    """Return the training, validation and test sets."""
+    from megatron.core.datasets import builder
+
+    return builder.build_datasets(
+        config.data, sizes, builder.TokenInfo.of(tokenizer), config.training.seed
+    )
+
+
+def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
+    """Return the loss of every token of a microbatch, and which of them count."""
+    from megatron.core.kernels.attention import Packing
+    from megatron.training.objective import TokenLosses
+
+    bounds = batch.get("cu_seqlens")
+    losses_BS = model(
+        batch["tokens"],
+        batch["labels"],
+        position_ids_BS=batch["position_ids"],
+        packing=None if bounds is None else Packing(bounds),
+        dropout=dropout,
+    )
+    return TokenLosses(losses_BS, batch["loss_mask"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    place = launch.discover(os.environ)
+    run = arguments.parse(argv, PROGRAM, world_size=place.world_size, stored_config=_stored_config)
+    if run.invocation.dry_run:
+        raise NotImplementedError
+    from megatron.training.pretrain import Program, pretrain
+
+    program = Program(
+        build_model=build_model, build_datasets=build_datasets, forward_step=forward_step
+    )
+    return pretrain(run, place, program)
+
+
+def _stored_config(folder: str, step: int | None):  # type: ignore[no-untyped-def]
+    from megatron.training.checkpoint_source import stored_config
+
+    return stored_config(folder, step)
+
+
+if __name__ == "__main__":
+    arguments.run_main(main, PROGRAM)
