@@ -1,0 +1,193 @@
+"""``--dry-run``: the plan of a run as text, from configs alone.
+
+Nothing here touches a device. Of the data, index files are read where they exist, to tell epochs;
+the tokenizer is loaded where its files exist, to tell the vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.datasets.config import DataConfig
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.utils import UserError, human_bytes, human_count
+from megatron.training import accounting
+from megatron.training.arguments import ParsedRun
+from megatron.training.config import RunConfig
+
+GIB = 2**30
+GPT2_IDS = 50257
+CURVE_POINTS = 5
+
+
+@dataclass(frozen=True)
+class PlannedVocabulary:
+    """The vocabulary's rows, and how they are known."""
+
+    rows: int
+    padded_rows: int
+    source: str
+
+
+def report(run: ParsedRun[RunConfig], program: str) -> str:
+    """Return the whole plan."""
+    config = run.config
+    vocabulary = plan_vocabulary(config.tokenizer, config.parallel.tensor_model_parallel_size)
+    sections = {
+        "layout": _layout(config),
+        "parameters": _parameters(config, vocabulary),
+        "batches": _batches(config),
+        "data": _data(config),
+        "learning rate": _learning_rate(config),
+        "operations": _operations(config, vocabulary),
+        "memory per rank": _memory(config, vocabulary, run.invocation.dry_run_memory),
+        "settings": run.lines(),
+    }
+    lines = [f"plan of {program} (nothing was started)"]
+    for title, content in sections.items():
+        listed = list(content)
+        if listed:
+            lines += ["", f"{title}:", *(f"  {line}" for line in listed)]
+    return "\n".join(lines)
+
+
+def plan_vocabulary(config: TokenizerConfig, tp: int) -> PlannedVocabulary:
+    """Return the rows that the flags give, or the tokenizer's files, or GPT-2's as a guess."""
+    if config.vocab_size is not None:
+        # A null tokenizer adds the end-of-document id.
+        ids = config.vocab_size + (config.tokenizer_type == "NullTokenizer")
+        source = f"--vocab-size {config.vocab_size}"
+    else:
+        ids, source = _ids_of_files(config)
+    sizes = resolve_vocabulary(config, ids, tp)
+    return PlannedVocabulary(sizes.rows, sizes.padded_rows, source)
+
+
+def _ids_of_files(config: TokenizerConfig) -> tuple[int, str]:
+    from megatron.core.tokenizers.build import build_tokenizer  # its libraries take time to import
+
+    try:
+        return build_tokenizer(config).vocab_size, f"{config.tokenizer_type}"
+    except UserError as error:
+        if config.padded_vocab_size is not None:
+            return config.padded_vocab_size, "--padded-vocab-size"
+        return GPT2_IDS, f"GPT-2's, as a guess, because {error}"
+
+
+def _layout(config: RunConfig) -> Iterator[str]:
+    parallel, world = config.parallel, config.process.world_size
+    yield (
+        f"processes {world} = tensor {parallel.tensor_model_parallel_size} x pipeline "
+        f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x "
+        f"data {config.data_parallel_size}"
+    )
+    stages = _stages(config)
+    counts = [len(stage.layers) for stage in stages]
+    yield f"layers per stage: {' '.join(map(str, counts))} = {sum(counts)}"
+
+
+def _stages(config: RunConfig) -> list[Stage]:
+    return accounting.make_stages(
+        config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    )
+
+
+def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
+    kinds = accounting.parameters_by_kind(config.model, vocabulary.rows)
+    total = sum(kinds.values())
+    yield f"total {total:,} ({human_count(total)})"
+    for kind, count in kinds.items():
+        yield f"  {kind:<20} {count:>17,}  {count / total:6.1%}"
+    yield (
+        f"vocabulary {vocabulary.rows:,} rows, padded to {vocabulary.padded_rows:,} "
+        f"({vocabulary.source})"
+    )
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    training, replicas = config.training, config.data_parallel_size
+    yield (
+        f"micro-batch {training.micro_batch_size} x {replicas} replicas x "
+        f"{config.batch_sizes.final // config.samples_per_step} microbatches = "
+        f"global batch {config.batch_sizes.final}"
+    )
+    if not config.batch_sizes.is_constant:
+        for first, consumed, size, count in config.batch_sizes.runs():
+            length = "to the end" if count is None else f"for {count:,} iterations"
+            yield f"  from iteration {first + 1:,} (sample {consumed:,}): {size} {length}"
+    samples = config.total_samples
+    yield (
+        f"{config.total_iterations:,} iterations = {samples:,} samples = "
+        f"{human_count(samples * config.data.seq_length)} tokens"
+    )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if not data.sources:
+        yield "none named; a run needs --data-path, --train-data-path or --mock-data"
+        return
+    if data.mock_data:
+        yield "synthetic tokens (--mock-data)"
+        return
+    try:
+        yield from _epochs(data, config.total_samples)
+    except UserError as error:
+        yield f"not read: {error}"
+
+
+def _epochs(data: DataConfig, samples: int) -> Iterator[str]:
+    from megatron.training.data_plan import training_sources  # numpy, only where there is data
+
+    for source in training_sources(data, samples):
+        yield (
+            f"{source.prefix}: {source.samples:,} samples of {source.documents:,} documents, "
+            f"{human_count(source.tokens)} tokens: {source.epochs:.2f} epochs"
+        )
+
+
+def _learning_rate(config: RunConfig) -> Iterator[str]:
+    if config.training.skip_train or not config.total_iterations:
+        return
+    schedule = config.learning_schedule
+    yield f"{schedule.decay_style}, counted in {schedule.unit}"
+    for position, rate, decay in schedule.curve(CURVE_POINTS):
+        yield f"  after {position:>13,}: {rate:.6e}, weight decay {decay:g}"
+    yield (
+        f"warm-up ends after {schedule.warmup:,}, decay after {schedule.decay:,} {schedule.unit}"
+    )
+
+
+def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
+    per_sample = accounting.flops_per_sample(
+        config.model, config.data.seq_length, vocabulary.padded_rows
+    )
+    per_iteration = per_sample * config.batch_sizes.final
+    yield (
+        f"{per_iteration:.4e} FLOPs per iteration, {per_iteration / config.process.world_size:.4e}"
+        " per rank (causal attention counted as half of the square)"
+    )
+    yield f"{per_sample * config.total_samples:.4e} FLOPs in the whole run"
+
+
+def _memory(config: RunConfig, vocabulary: PlannedVocabulary, gib: float) -> Iterator[str]:
+    micro = config.training.micro_batch_size
+    stages = accounting.stage_memory(config, vocabulary.padded_rows, micro)
+    for stage in stages:
+        parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in stage.fixed.items() if n)
+        name = f"stage {stage.stage}: " if len(stages) > 1 else ""
+        yield (
+            f"{name}{human_bytes(stage.total)} = {parts}, activations about "
+            f"{human_bytes(stage.activations)} ({stage.parameters:,} parameters)"
+        )
+    largest = accounting.largest_micro_batch(config, vocabulary.padded_rows, gib * GIB)
+    if not largest:
+        yield f"no micro-batch fits {gib:g} GiB (--dry-run-memory)"
+        return
+    share = config.batch_sizes.final // config.data_parallel_size
+    dividing = max(n for n in range(1, min(largest, share) + 1) if share % n == 0)
+    yield (
+        f"largest micro-batch that fits {gib:g} GiB (--dry-run-memory): about {largest}, "
+        f"{dividing} of those that divide the global batch"
+    )
