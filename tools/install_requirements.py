@@ -3,7 +3,7 @@
     python tools/install_requirements.py requirements.txt
 
 In a fresh environment every pin is installed as it stands. In one that sees a container's packages
-(``make setup VENV_ARGS=--system-site-packages``) a package that is there already stays, whatever its
+(``make setup VENV_ARGS=--system-site-packages``) a package that is there stays, whatever its
 version: torch, Transformer Engine and flash-attn of a container belong together.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def missing(lines: list[str]) -> list[str]:
-    """Return the requirement lines whose package is not installed at all, or by us at another pin."""
+    """Return the lines whose package is not installed, or by us at another version."""
     wanted = []
     for line in lines:
         requirement = line.split("#")[0].strip()

@@ -45,7 +45,7 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             sequence_parallel=sequence_parallel,
         )
-        self.activation = activation.by_name(config.mlp.activation)
+        self.activation = activation.ACTIVATIONS[config.mlp.activation]
         self.linear_fc2 = RowParallelLinear(
             fc2,
             share,
