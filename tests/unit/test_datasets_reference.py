@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.blended import BlendedDataset, Dataset
-from megatron.core.datasets.builder import Built, TokenInfo, build_datasets
+from megatron.core.datasets.builder import Built, build_datasets
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.token_info import TokenInfo
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "mcore_data"
 EXPECT = json.loads((DATA / "expect.json").read_text())["cases"]

@@ -1,8 +1,6 @@
-"""Is what lies on disk what it claims to be: index arrays, and the corpus' tokenizer."""
+"""Do index arrays from disk belong to this corpus and this plan?"""
 
-import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,6 @@ import numpy.typing as npt
 
 from megatron.core.datasets.cache import Arrays
 from megatron.core.datasets.samples import SamplePlan, expected_dtypes
-from megatron.core.utils import UserError
 
 PROBES = 4096
 """Rows whose lengths mark the content of a corpus."""
@@ -70,36 +67,3 @@ def check_arrays(
     if plan.num_samples and reached != end:
         return f"the last sample ends at token {reached}, not {end}"
     return None
-
-
-def report_path(prefix: str) -> Path:
-    """Return the report that preprocessing leaves beside a corpus."""
-    return Path(f"{prefix}.json")
-
-
-def check_tokenizer(prefix: str, fingerprint: str | None, vocab_size: int) -> None:
-    """Refuse a corpus whose report names another tokenizer than the run's.
-
-    A corpus without a report (made by other tools) passes: its tokens are checked as they are read.
-
-    Raises:
-        UserError: the fingerprints differ.
-    """
-    path = report_path(prefix)
-    if fingerprint is None or not path.is_file():
-        return
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); repair or remove it") from None
-    tokenizer = report.get("tokenizer") if isinstance(report, dict) else None
-    if not isinstance(tokenizer, dict) or "fingerprint" not in tokenizer:
-        return
-    if tokenizer["fingerprint"] != fingerprint:
-        raise UserError(
-            f"{prefix} was made with another tokenizer than this run's: {path} says "
-            f"{tokenizer.get('type', '?')} with {tokenizer.get('vocab_size', '?')} ids, "
-            f"fingerprint {tokenizer['fingerprint']}; the run has {vocab_size} ids, fingerprint "
-            f"{fingerprint}. Use the corpus' tokenizer, or run tools/preprocess_data.py again; "
-            "--ignore-tokenizer-mismatch goes on regardless"
-        )

@@ -1,0 +1,99 @@
+"""What data sets need to know of a tokenizer, and whether a corpus was made with it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from megatron.core.datasets.config import DataConfig
+from megatron.core.datasets.gpt import SampleOptions
+from megatron.core.utils import UserError
+
+
+class TokenizerLike(Protocol):
+    """What is read of a tokenizer."""
+
+    vocab_size: int
+    eod: int | None
+    pad: int | None
+    eos: int | None
+    unique_identifiers: Mapping[str, Any]
+
+    def fingerprint(self) -> str:
+        """Return a digest of what the tokenizer does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenInfo:
+    """What samples depend on of the tokenizer."""
+
+    vocab_size: int
+    eod: int | None = None
+    pad: int | None = None
+    eos: int | None = None
+    identifiers: Mapping[str, Any] = field(default_factory=dict)
+    """Part of the cache key."""
+    fingerprint: str | None = None
+    """Compared with what the corpus says it was made with; None compares nothing."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Return what ``tokenizer`` says (see `TokenizerLike`)."""
+        return cls(
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            pad=tokenizer.pad,
+            eos=tokenizer.eos,
+            identifiers=dict(tokenizer.unique_identifiers),
+            fingerprint=tokenizer.fingerprint(),
+        )
+
+
+def sample_options(config: DataConfig, info: TokenInfo, extra: int = 1) -> SampleOptions:
+    """Return how samples are made under these flags."""
+    # Padding that doubles as another token cannot be told from it: then only position masks.
+    pad = None if info.pad in (info.eod, info.eos) else info.pad
+    return SampleOptions(
+        seq_length=config.seq_length,
+        vocab_size=info.vocab_size,
+        eod=info.eod,
+        pad=pad,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        eod_mask_loss=config.eod_mask_loss,
+        extra=extra,
+    )
+
+
+def report_path(prefix: str) -> Path:
+    """Return the report that preprocessing leaves beside a corpus."""
+    return Path(f"{prefix}.json")
+
+
+def check_tokenizer(prefix: str, fingerprint: str | None, vocab_size: int) -> None:
+    """Refuse a corpus whose report names another tokenizer than the run's.
+
+    A corpus without a report (made by other tools) passes: its tokens are checked as they are read.
+
+    Raises:
+        UserError: the fingerprints differ.
+    """
+    path = report_path(prefix)
+    if fingerprint is None or not path.is_file():
+        return
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); repair or remove it") from None
+    tokenizer = report.get("tokenizer") if isinstance(report, dict) else None
+    if not isinstance(tokenizer, dict) or "fingerprint" not in tokenizer:
+        return
+    if tokenizer["fingerprint"] != fingerprint:
+        raise UserError(
+            f"{prefix} was made with another tokenizer than this run's: {path} says "
+            f"{tokenizer.get('type', '?')} with {tokenizer.get('vocab_size', '?')} ids, "
+            f"fingerprint {tokenizer['fingerprint']}; the run has {vocab_size} ids, fingerprint "
+            f"{fingerprint}. Use the corpus' tokenizer, or run tools/preprocess_data.py again; "
+            "--ignore-tokenizer-mismatch goes on regardless"
+        )
