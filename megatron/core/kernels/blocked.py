@@ -24,9 +24,10 @@ from torch import Tensor
 from megatron.core.kernels.attention import NONE, Extras, Rule, accumulate_dtype
 
 TILE = 64
-"""Queries of a tile: small enough to skip most of the masked triangle, large enough for the BLAS."""
+"""Queries of a tile: few enough to skip most of the masked triangle, enough for the BLAS."""
 
-SAMPLES = 8
+SCORES = 2**21
+"""Scores of a tile at most, so that they stay in the cache; samples share a tile up to there."""
 
 KEPT = 2**25
 """Probabilities of one call that are kept for backward at most; beyond, they are recomputed."""
@@ -65,7 +66,8 @@ def tiles(q_SBnD: Tensor, k_TBgD: Tensor, rule: Rule, extras: Extras) -> Iterato
     left, right = rule.window or (-1, -1)
     right = 0 if rule.causal else right
     if extras.packing is None:
-        spans = [(slice(b, min(b + SAMPLES, B)), 0, S, T) for b in range(0, B, SAMPLES)]
+        together = max(1, SCORES // (q_SBnD.shape[2] * TILE * T))
+        spans = [(slice(b, min(b + together, B)), 0, S, T) for b in range(0, B, together)]
     else:
         spans = [(slice(b, b + 1), s, end, end) for b, s, end in extras.packing.documents(S)]
     seen: dict[tuple[int, int, int], tuple[tuple[tuple[slice, Tensor], ...], Tensor]] = {}
@@ -194,7 +196,7 @@ class _Work:
 
     def gather(self, x_SBnD: Tensor, tile: Tile) -> Tensor:
         """Return a tile of a query-like tensor as [b * g, R, D], at least fp32."""
-        x = x_SBnD[tile.queries, tile.samples].to(self.q.dtype)
+        x: Tensor = x_SBnD[tile.queries, tile.samples].to(self.q.dtype)
         x = x.unflatten(2, (self.groups, -1)).permute(1, 2, 3, 0, 4)
         return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
@@ -239,7 +241,9 @@ class _Work:
         z, _ = self.scores(tile)
         sink = self.extras.sink_n
         if sink is None and self.extras.bias is None and self.extras.query_positions_BS is None:
-            return torch.softmax(z, -1)
+            # In place, as in backward: both read a row before they write it, and a buffer less is
+            # a third of the time of the step between the products.
+            return torch.softmax(z, -1, out=z)
         if sink is None:
             return torch.softmax(z, -1).masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0)
         total = self.heads(torch.logsumexp(z, -1, keepdim=True))
@@ -264,7 +268,7 @@ class _Gradients:
         work = self.work
         g = work.gather(grad_out, tile)
         used = probs if factor is None else probs * factor
-        self.v[tile.samples, :, tile.keys].flatten(0, 1).baddbmm_(used.transpose(1, 2), g)
+        self.v[tile.samples, :, tile.keys].flatten(0, 1).add_(torch.bmm(used.transpose(1, 2), g))
         dp = torch.bmm(g, work.values(tile).transpose(1, 2))
         if factor is not None:
             dp.mul_(factor)
@@ -272,7 +276,7 @@ class _Gradients:
             # The sink's value is zero, so its score gets -p_sink * sum(p * dp).
             delta = (probs * dp).sum(-1) * (1 - probs.sum(-1))
             self.sink -= work.heads(delta[..., None]).sum((0, 3, 4)).flatten()
-        dz = torch._softmax_backward_data(dp, probs, -1, probs.dtype)
+        dz = torch.ops.aten._softmax_backward_data.out(dp, probs, -1, dp.dtype, grad_input=dp)
         if self.bias is not None:
             part = work.bias(tile, self.bias)
             part += work.heads(dz).flatten(1, 2).sum_to_size(part.shape)
@@ -280,7 +284,7 @@ class _Gradients:
             dz = dz * work.scores(tile)[1]
         work.scatter(self.q, tile, torch.bmm(dz, work.keys(tile)).mul_(work.rule.scale))
         dk = self.k[tile.samples, :, tile.keys].flatten(0, 1)
-        dk.baddbmm_(dz.transpose(1, 2), work.queries(tile))
+        dk.add_(torch.bmm(dz.transpose(1, 2), work.queries(tile)))
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, sink and bias."""

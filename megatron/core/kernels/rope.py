@@ -12,6 +12,7 @@ Shapes: S sequence, B batch, n heads, D head size, r channels that rotate, f = r
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,5 +105,39 @@ def apply_rope_reference(
 
 
 def apply_rope(x_SBnD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Return ``x_SBnD`` with its first channels rotated; tables [S, f] or [S, B, f]."""
-    return apply_rope_reference(x_SBnD, cos, sin, interleaved)
+    """Return what `apply_rope_reference` returns, written in place of concatenated."""
+    out: Tensor = _Rope.apply(x_SBnD, cos, sin, interleaved)
+    return out
+
+
+class _Rope(torch.autograd.Function):
+    """The gradient of a rotation is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, 1, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1, ctx.interleaved), None, None, None
+
+
+def _rotate(x_SBnD: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
+    if x_SBnD.dtype != cos.dtype:
+        # Half precision: products and sum in fp32, rounded once.
+        return apply_rope_reference(x_SBnD, cos, sin * sign, interleaved)
+    r = 2 * cos.shape[-1]
+    cos, sin = (t[:, None, None] if t.dim() == 2 else t[:, :, None] for t in (cos, sin))
+    y = torch.empty_like(x_SBnD, memory_format=torch.contiguous_format)
+    if r < x_SBnD.shape[-1]:
+        y[..., r:] = x_SBnD[..., r:]
+    (a, b), (c, d) = (
+        (t[..., :r:2], t[..., 1:r:2]) if interleaved else t[..., :r].chunk(2, -1)
+        for t in (x_SBnD, y)
+    )
+    torch.mul(a, cos, out=c).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=d).addcmul_(a, sin, value=sign)
+    return y

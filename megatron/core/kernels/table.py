@@ -10,8 +10,28 @@ from typing import Any
 
 import torch
 
-from megatron.core.kernels import activation, attention, matmul, norm, rope, sdpa
+from megatron.core.kernels import attention, blocked, flash, matmul, norm, rope, sdpa
+from megatron.core.kernels.probe import INSTALL, missing
 from megatron.core.utils import UserError, nearest
+
+Reason = Callable[[torch.device, torch.dtype], str | None]
+
+
+def works(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return None: plain torch is everywhere."""
+    return None
+
+
+def only_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return a reason on every device but the CPU."""
+    return None if device.type == "cpu" else f"it is written for the CPU, this is {device.type}"
+
+
+def slow_half(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return a reason where products are quick in their own dtype."""
+    if matmul.upcast_pays(device, dtype):
+        return None
+    return f"{device.type} multiplies {dtype} quickly by itself"
 
 
 @dataclass(frozen=True)
@@ -19,37 +39,45 @@ class Backend:
     """One implementation of an op."""
 
     implementation: Callable[..., Any]
-    missing: Callable[[torch.device, torch.dtype], str | None]
+    missing: Reason = works
     """Return None where it works, else why it does not and how to get it."""
-
-
-def _never(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
 
 
 TABLE: dict[str, dict[str, Backend]] = {
     "attention": {
-        "sdpa": Backend(sdpa.attention_sdpa, _never),
-        "reference": Backend(attention.attention_reference, _never),
+        "flash_attn": Backend(flash.attention_flash, flash.why_not),
+        "blocked": Backend(blocked.attention_blocked, only_cpu),
+        "sdpa": Backend(sdpa.attention_sdpa),
+        "reference": Backend(attention.attention_reference),
     },
     "layer_norm": {
-        "torch": Backend(norm.layer_norm, _never),
-        "reference": Backend(norm.layer_norm_reference, _never),
+        "torch": Backend(norm.layer_norm),
+        "reference": Backend(norm.layer_norm_reference),
     },
     "rms_norm": {
-        "torch": Backend(norm.rms_norm, _never),
-        "reference": Backend(norm.rms_norm_reference, _never),
+        "function": Backend(norm.rms_norm, only_cpu),
+        "torch": Backend(norm.rms_norm_torch),
+        "reference": Backend(norm.rms_norm_reference),
     },
     "rope": {
-        "torch": Backend(rope.apply_rope, _never),
-        "reference": Backend(rope.apply_rope_reference, _never),
+        "function": Backend(rope.apply_rope),
+        "reference": Backend(rope.apply_rope_reference),
     },
     "linear": {
-        "torch": Backend(matmul.linear, _never),
-        "upcast": Backend(matmul.linear_upcast, _never),
+        "upcast": Backend(matmul.linear_upcast, slow_half),
+        "torch": Backend(matmul.linear_torch),
     },
 }
 """Op -> backend -> implementation, best first."""
+
+ATTENTION_BACKENDS = {
+    "auto": "auto",
+    "flash": "flash",
+    "fused": "sdpa",
+    "unfused": "reference",
+    "local": "reference",
+}
+"""--attention-backend -> backend; ``flash`` is the best one that never holds an S x S matrix."""
 
 
 def select(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
@@ -64,6 +92,10 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> s
         UserError: the backend is unknown, or does not work here.
     """
     backends = TABLE[op]
+    if op == "attention" and backend == "flash":
+        # Three flash algorithms: the package's, our tiles on the CPU, torch's own kernel.
+        first = ("flash_attn", "blocked", "sdpa")
+        return next(name for name in first if not backends[name].missing(device, dtype))
     if backend == "auto":
         return next(name for name, entry in backends.items() if not entry.missing(device, dtype))
     if backend not in backends:
@@ -78,4 +110,38 @@ def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> s
     return backend
 
 
-_ = activation
+def attention_backend(name: str) -> str:
+    """Return the attention backend that a value of --attention-backend means.
+
+    Raises:
+        UserError: there is no such value.
+    """
+    if name not in ATTENTION_BACKENDS and name not in TABLE["attention"]:
+        raise UserError(
+            f"--attention-backend {name} is unknown; choose {', '.join(ATTENTION_BACKENDS)}"
+        )
+    return ATTENTION_BACKENDS.get(name, name)
+
+
+def general_backend(name: str) -> str:
+    """Return the backend of the other ops that a value of --transformer-impl means.
+
+    ``auto`` and ``local`` are this package's own, the best for each op.
+
+    Raises:
+        UserError: Transformer Engine is asked for.
+    """
+    if name in ("auto", "local"):
+        return "auto"
+    if name != "transformer_engine":
+        raise UserError(f"--transformer-impl {name} is unknown; choose auto, local")
+    reason = missing("transformer_engine")
+    if reason is not None:
+        raise UserError(
+            f"--transformer-impl transformer_engine: {reason}; {INSTALL['transformer_engine']}; "
+            "or choose --transformer-impl local"
+        )
+    raise UserError(
+        "--transformer-impl transformer_engine: its ops are not in the table yet; "
+        "choose --transformer-impl local"
+    )
