@@ -641,7 +641,8 @@ def test_ckpt_22_twenty_saves_keep_resident_memory_bounded(tmp_path: Path) -> No
         save.save(items, tmp_path / f"iter_{number % 2}", {}, WORLD)
         resident.append(process.memory_info().rss)
     assert resident[-1] < 1.15 * resident[2]
-    assert max(resident) < resident[0] + 16 * 2**20
+    # Two chunks are alive while the next is copied; the state itself never is.
+    assert max(resident) < resident[0] + 3 * format.CHUNK
 
 
 def _saves_until_killed(root: Path, report: int) -> None:
