@@ -56,3 +56,20 @@ def test_special_tokens_behind_a_sentencepiece_model_need_the_legacy_flag(model_
     )
     assert tokenizer.token_id("<b>") == tokenizer.vocab_size - 1
     assert tokenizer.eod == 2
+
+
+def test_legacy_keeps_tokens_that_the_model_has(tmp_path: Path) -> None:
+    path = tmp_path / "own.model"
+    path.write_bytes(files.sentencepiece_model(control_symbols=["<SEP>", "<EOD>"], pad_id=3))
+    tokenizer = build(
+        tokenizer_type="SentencePieceTokenizer",
+        tokenizer_model=str(path),
+        tokenizer_sentencepiece_legacy=True,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(path)).get_piece_size()
+    special = tokenizer.special
+    # The trainer numbers control symbols right after <unk>, <s>, </s> and <pad>.
+    assert (special.pad, special.sep, special.eod) == (3, 4, 5)
+    assert (special.cls, special.mask) == (pieces, pieces + 1)
+    assert tokenizer.vocab_size == pieces + 2
+    assert not {4, 5} & set(tokenizer.encode("the <EOD> and <SEP>"))

@@ -271,6 +271,17 @@ def test_tok_04_the_fingerprint_knows_contents_and_options_but_not_paths(tmp_pat
     assert len(set(prints)) == len(prints)
 
 
+def test_the_fingerprint_knows_contents_of_equal_size(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    vocab, merges = files.write_gpt2(tmp_path / "other", MERGES)
+    lines = Path(merges).read_text(encoding="utf-8").split("\n")
+    Path(merges).write_text("\n".join([lines[0], lines[2], lines[1], *lines[3:]]), encoding="utf-8")
+    other = build(vocab_file=vocab, merge_file=merges)
+    here = gpt2(tmp_path)
+    assert other.vocab_size == here.vocab_size
+    assert other.fingerprint() != here.fingerprint()
+
+
 def test_the_fingerprint_follows_the_pattern(tmp_path: Path) -> None:
     path = files.write_rank_file(tmp_path / "r.tiktoken", MERGES)
     given = {"tokenizer_type": "TikTokenizer", "tokenizer_model": path}
