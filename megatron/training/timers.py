@@ -4,7 +4,7 @@ A timer has a level; those above `--timing-log-level` cost nothing and are not s
 measured phase is closed by a synchronisation, so levels above 0 slow a run a little, as they do
 elsewhere. Times are summed over the log interval and shown per iteration.
 
-Level 0: the whole iteration. Level 1: its phases. Level 2: parts of phases.
+Level 1: the phases of an iteration. Level 2: parts of phases. At level 0 nothing is measured here.
 """
 
 import time

@@ -180,13 +180,12 @@ class Trainer:
             self._say(warning)
 
     def _show_timers(self, iterations: int) -> None:
-        if self.timers.level == 0:
+        if not self.timers.seconds:  # the same timers run on all ranks
             return
         by_rank = across_ranks(self.timers.take(), self.mesh.world)
-        if by_rank:
-            self._say(timers_block(by_rank, self.config.logging.timing_log_option, iterations))
-            slowest = {name: max(values) / iterations for name, values in by_rank.items()}
-            self.parts.metrics.timers(self.state.iteration, self.state.consumed_samples, slowest)
+        self._say(timers_block(by_rank, self.config.logging.timing_log_option, iterations))
+        slowest = {name: max(values) / iterations for name, values in by_rank.items()}
+        self.parts.metrics.timers(self.state.iteration, self.state.consumed_samples, slowest)
 
     def _seconds_to_next_save(self) -> float | None:
         interval = self.config.checkpoint.save_interval
@@ -202,8 +201,9 @@ class Trainer:
         if validation.eval_interval is None or iteration % validation.eval_interval:
             return
         if validation.start_eval_at_iter is None or iteration >= validation.start_eval_at_iter:
-            with self.timers.measure("evaluate", level=0):
-                self.parts.held_out.validate(self.state)
+            start = time.perf_counter()
+            self.parts.held_out.validate(self.state)
+            self._show_duration("evaluate", time.perf_counter() - start)
 
     def _save_when_due(self, stopping: bool) -> None:
         interval, iteration = self.config.checkpoint.save_interval, self.state.iteration
@@ -212,9 +212,14 @@ class Trainer:
             return
         self.parts.metrics.flush()
         start = time.perf_counter()
-        with self.timers.measure("save-checkpoint", level=0):
-            self.parts.save(self.state, stopping)
-        self.parts.stopper.saved(time.perf_counter() - start)
+        self.parts.save(self.state, stopping)
+        seconds = time.perf_counter() - start
+        self.parts.stopper.saved(seconds)
+        self._show_duration("save-checkpoint", seconds)
+
+    def _show_duration(self, name: str, seconds: float) -> None:
+        by_rank = across_ranks({name: seconds}, self.mesh.world)
+        self._say(timers_block(by_rank, self.config.logging.timing_log_option, 1))
 
     def _say(self, line: str | None) -> None:
         if line:
