@@ -1,0 +1,131 @@
+"""Train a byte-level BPE tokenizer on text and write it as a folder for HuggingFaceTokenizer.
+
+    python tools/train_tokenizer.py --input data/shakespeare.jsonl --vocab-size 4096 --output data
+
+writes data/tokenizer.json and data/tokenizer_config.json. Inputs are those of preprocess_data.py:
+JSON lines, plain text or Parquet, compressed or not. The same input gives the same files.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import Config, option
+from megatron.core.datasets.preprocess.reading import read_blocks
+from megatron.core.datasets.preprocess.records import Parser, Problem
+from megatron.core.datasets.preprocess.sources import Source, find_sources, whole
+from megatron.core.tokenizers.files import import_library
+from megatron.core.utils import UserError, atomic_path
+from megatron.training.arguments import parse_tool, run_main
+
+PROGRAM = "train_tokenizer"
+BYTES = 256
+
+
+class TrainConfig(Config):
+    """What the tokenizer is trained on, and how large it becomes."""
+
+    input: tuple[str, ...] = option()
+    """Files, folders or globs: JSON lines, plain text or Parquet, also compressed."""
+
+    output: str = option()
+    """Folder for tokenizer.json and tokenizer_config.json."""
+
+    vocab_size: int = option()
+    """Ids in all: 256 bytes, special tokens and merges."""
+
+    json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key",))
+    """Keys (columns of Parquet) that hold text."""
+
+    input_format: Literal["auto", "jsonl", "txt", "parquet"] = option("auto")
+    """Format of every input; auto goes by the file's ending."""
+
+    end_token: str = option("<|endoftext|>")
+    """Token that ends a document; it gets the id 0."""
+
+    special_tokens: tuple[str, ...] = option(())
+    """Further special tokens, with the ids from 1 on."""
+
+    max_record_bytes: int = option(64 * 2**20)
+    """Longest record."""
+
+    def __post_init__(self) -> None:
+        names = [self.end_token, *self.special_tokens]
+        if len(set(names)) < len(names) or "" in names:
+            raise UserError(f"--end-token and --special-tokens must differ: {', '.join(names)}")
+        least = BYTES + len(names)
+        if self.vocab_size < least:
+            raise UserError(
+                f"--vocab-size ({self.vocab_size}) must be at least {least}: {BYTES} bytes and "
+                f"{len(names)} special tokens"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code.
+
+    Raises:
+        UserError: something that the user can fix.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    config, _ = parse_tool(words, TrainConfig, PROGRAM)
+    sources = find_sources(config.input, config.input_format)
+    if "--dry-run" in words:
+        return 0
+    library = import_library("tokenizers", "HuggingFaceTokenizer")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    byte_level = library.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[config.end_token, *config.special_tokens],
+        # Sorted: the library numbers the letters in the order given.
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(config, sources), trainer)
+    size = tokenizer.get_vocab_size()
+    if size < config.vocab_size:
+        say(f"the text has no pair left that occurs twice: {size} ids, not {config.vocab_size}")
+    folder = Path(config.output)
+    with atomic_path(folder / "tokenizer.json") as path:
+        tokenizer.save(str(path))
+    settings = {"eos_token": config.end_token, "tokenizer_class": "PreTrainedTokenizerFast"}
+    with atomic_path(folder / "tokenizer_config.json") as path:
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    say(f"{folder / 'tokenizer.json'}: {size} ids")
+    return 0
+
+
+def texts(config: TrainConfig, sources: Sequence[Source]) -> Iterator[str]:
+    """Yield every text of the inputs.
+
+    Raises:
+        UserError: a record cannot be used; the message names file and line.
+    """
+    parser = Parser(config.json_keys, config.max_record_bytes)
+    for span in whole(sources):
+        blocks = read_blocks(
+            span, txt_documents="lines", keys=config.json_keys, limit=config.max_record_bytes
+        )
+        for block in blocks:
+            for record in parser.parse(block):
+                if isinstance(record, Problem):
+                    raise UserError(record.text())
+                for value in record.values:
+                    yield from [value] if isinstance(value, str) else value
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(f"{PROGRAM}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, PROGRAM)
