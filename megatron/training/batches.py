@@ -60,6 +60,8 @@ class Batches:
                 num_workers=num_workers,
                 collate_fn=collate,
                 pin_memory=self._pinned,
+                # Its own, so that starting a reader does not move on the process's generator.
+                generator=torch.Generator(),
             )
         )
 

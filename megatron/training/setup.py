@@ -5,9 +5,11 @@ on CUDA needs CUBLAS_WORKSPACE_CONFIG before the first matrix product.
 """
 
 import os
+import random
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,8 +39,7 @@ def create_mesh(
     set_threads(device, launch, environ, say)
     if config.training.deterministic_mode:
         be_deterministic(device, environ, say)
-    # Every draw of the model's is keyed; this is for randomness of a user's own code.
-    torch.manual_seed(config.training.seed)
+    seed_generators(config.training.seed)
     config.parallel.grids(launch.world_size)  # a layout that cannot be is refused before waiting
     if launch.world_size == 1:
         return Mesh.serial(device)
@@ -92,6 +93,13 @@ def be_deterministic(
         say(f"--deterministic-mode: set {_CUBLAS}=:4096:8, which cuBLAS needs")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the process's generators, for a user's own code: the model's draws are all keyed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def connect(

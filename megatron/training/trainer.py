@@ -108,6 +108,8 @@ class Trainer:
         if plan.iteration == self.parts.train_iters:
             reason = "complete"
         self._save_when_due(stopping=reason is not None)
+        if reason == "stop file" and self.mesh.rank == 0:
+            self.parts.stopper.obey()
         return reason
 
     def _plan(self) -> Plan:
