@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.training import arguments, launch
+from megatron.training import arguments, launch, plan_report
 
 if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
     from torch import nn
@@ -62,7 +62,7 @@ def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> 
     losses_BS = model(
         batch["tokens"],
         batch["labels"],
-        position_ids_BS=batch["position_ids"],
+        position_ids_BS=batch.get("position_ids"),
         packing=None if bounds is None else Packing(bounds),
         dropout=dropout,
     )
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = launch.discover(os.environ)
     run = arguments.parse(argv, PROGRAM, world_size=place.world_size, stored_config=_stored_config)
     if run.invocation.dry_run:
-        raise NotImplementedError
+        print(plan_report.report(run, PROGRAM))
+        return 0
     from megatron.training.pretrain import Program, pretrain
 
     program = Program(

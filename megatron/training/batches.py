@@ -6,9 +6,10 @@ resume starts from the consumed samples; nothing else is remembered. Reading ahe
 processes, which are started before training begins.
 
 A batch is a dict of tensors, ``[B, S]`` each but for ``cu_seqlens`` (1-D, over the flattened
-batch): tokens, labels, position_ids (int64), loss_mask (float32).
+batch): tokens, labels (int64), loss_mask (float32), and position_ids (int64) where wanted.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ class Batches:
         numbers: Iterable[Sequence[int]],
         device: torch.device,
         num_workers: int,
+        without: Sequence[str] = (),
     ) -> None:
         """Start reading.
 
@@ -50,6 +52,7 @@ class Batches:
             numbers: sample numbers of each microbatch, in order.
             device: where tensors go.
             num_workers: processes that read ahead.
+            without: names that the model does not need and that are left out.
         """
         self._device = device
         self._pinned = device.type == "cuda"
@@ -58,7 +61,7 @@ class Batches:
                 _Padded(dataset),  # type: ignore[arg-type]
                 batch_sampler=_Numbers(numbers),  # type: ignore[arg-type]
                 num_workers=num_workers,
-                collate_fn=collate,
+                collate_fn=functools.partial(collate, without=without),
                 pin_memory=self._pinned,
                 # Its own, so that starting a reader does not move on the process's generator.
                 generator=torch.Generator(),
@@ -142,12 +145,12 @@ def starts(mesh: Mesh, first: int, size: int, micro_batch_size: int) -> range:
     return range(offset, first + size, stride)
 
 
-def collate(samples: Sequence[Mapping[str, Any]]) -> Batch:
+def collate(samples: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> Batch:
     """Return samples as one batch; document bounds are joined over the flattened batch."""
     batch = {
         name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
         for name in samples[0]
-        if name != "cu_seqlens"
+        if name != "cu_seqlens" and name not in without
     }
     if "cu_seqlens" in samples[0]:
         length = len(samples[0]["tokens"])

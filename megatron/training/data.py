@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.datasets.blended import BlendedDataset, Dataset
 from megatron.core.datasets.builder import Sizes
+from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.plan import positions
 from megatron.core.datasets.sources import read_sources
@@ -56,6 +57,11 @@ def sizes(config: RunConfig, say: Say) -> Sizes:
     if test != 0 and sources["test"] is None:
         test = 0
     return train, valid, test
+
+
+def unneeded(config: DataConfig) -> tuple[str, ...]:
+    """Return what a sample has and a model does not need: positions that only count up."""
+    return () if config.reset_position_ids else ("position_ids",)
 
 
 def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:

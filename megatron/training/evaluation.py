@@ -48,6 +48,7 @@ def open_set(
     micro_batch_size: int,
     consumed_samples: int,
     num_workers: int,
+    without: Sequence[str] = (),
 ) -> EvaluationSet:
     """Start reading a set at its position; ``eval_iters`` -1 takes all of it each time."""
     length = len(dataset)
@@ -62,7 +63,7 @@ def open_set(
         numbers = batches.evaluation_numbers(
             mesh, size, micro_batch_size, consumed_samples=consumed_samples, length=length
         )
-    reader = Batches(dataset, numbers, mesh.device, min(1, num_workers))
+    reader = Batches(dataset, numbers, mesh.device, min(1, num_workers), without)
     return EvaluationSet(name, reader, count, samples, consumed_samples)
 
 

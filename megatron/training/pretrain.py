@@ -285,6 +285,7 @@ class Job:
                 micro_batch_size=config.training.micro_batch_size,
                 consumed_samples=state.evaluated.get(key, 0),
                 num_workers=config.data.num_workers,
+                without=run_data.unneeded(config.data),
             )
 
         iterations = config.validation.eval_iters
@@ -339,7 +340,13 @@ class Job:
         warn_of_space(config.checkpoint, self.mesh, [model], optimizer, self.say)
         parts = Parts(
             step=step,
-            batches=Batches(data.train, numbers, self.mesh.device, config.data.num_workers),
+            batches=Batches(
+                data.train,
+                numbers,
+                self.mesh.device,
+                config.data.num_workers,
+                run_data.unneeded(config.data),
+            ),
             schedule=loaded.schedule,
             train_iters=config.total_iterations,
             sizes=config.batch_sizes,
