@@ -17,7 +17,7 @@ from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.corpus import CorpusBuilder, samples_asked
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.split import SPLITS, Split
-from megatron.core.datasets.token_info import TokenInfo
+from megatron.core.datasets.token_info import TokenInfo as TokenInfo
 from megatron.core.utils import UserError
 
 Sizes = tuple[int | None, int | None, int | None]

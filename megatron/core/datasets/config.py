@@ -123,11 +123,6 @@ class DataConfig(Config):
         """Whether the corpora are cut by --split rather than named for each split."""
         return bool(self.data_path or self.data_args_path or self.mock_data)
 
-    @property
-    def packs_documents(self) -> bool:
-        """Whether samples carry document boundaries for attention."""
-        return self.reset_attention_mask
-
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")

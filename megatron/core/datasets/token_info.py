@@ -4,24 +4,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import SampleOptions
 from megatron.core.utils import UserError
-
-
-class TokenizerLike(Protocol):
-    """What is read of a tokenizer."""
-
-    vocab_size: int
-    eod: int | None
-    pad: int | None
-    eos: int | None
-    unique_identifiers: Mapping[str, Any]
-
-    def fingerprint(self) -> str:
-        """Return a digest of what the tokenizer does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +26,7 @@ class TokenInfo:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Return what ``tokenizer`` says (see `TokenizerLike`)."""
+        """Return what a tokenizer says; its `fingerprint` is a method, the rest are values."""
         return cls(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
