@@ -6,6 +6,7 @@ raises `UserError`; `run_main` turns that into one message and exit code 2.
 """
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,7 @@ def parse(
     if values.get("use_checkpoint_args"):
         stored = _stored(values, stored_config)
         reports += checkpoint_args.merge(values, origins, stored)
+    no_effect = [*parsed.no_effect, *_idle_groups(values)]
     for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
         if values.get(name) is None:
             values[name] = value
@@ -128,7 +130,7 @@ def parse(
         config,
         invocation,
         full,
-        (*parsed.no_effect, *notes),
+        (*no_effect, *notes),
         parsed.renamed,
         (*reports, *mapped, *warnings),
     )
@@ -159,6 +161,9 @@ def run_main(main: Callable[[], int | None], program: str) -> None:
     except UserError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         code = 2
+    except BrokenPipeError:  # the reader of our output has seen enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except Exception:
         traceback.print_exc()
         code = 1
@@ -219,6 +224,7 @@ def _apply_table(
     fallbacks: list[Given] = []
     no_effect: list[str] = []
     renamed: list[str] = []
+    refused: list[str] = []
     for item in given:
         row = item.target
         if isinstance(row, Spec):
@@ -226,9 +232,10 @@ def _apply_table(
             continue
         words = list(map(str, item.values))
         if row.status == "refused" and not row.asks_nothing(words):
-            if not (dry_run and row.dry_run):
-                raise row.refuse(words)
-            no_effect.append(f"{item.text} (not built yet; left out of this plan)")
+            if dry_run and row.dry_run:
+                no_effect.append(f"{item.text} (not built yet; left out of this plan)")
+            else:
+                refused.append(row.refusal(words))
             continue
         if row.status != "successor":
             no_effect.append(item.text)
@@ -242,6 +249,8 @@ def _apply_table(
         (fallbacks if row.is_fallback else found).extend(more)
         no_effect += silent
         renamed.append(f"{item.text} -> {' '.join(tokens)}")
+    if refused:
+        raise UserError("\n".join(dict.fromkeys(refused)))
     unique = tuple(dict.fromkeys(no_effect)), tuple(dict.fromkeys(renamed))
     return [*fallbacks, *found], *unique
 
@@ -288,6 +297,14 @@ def _origins(
     flat: Mapping[str, Any], given: Mapping[str, Origin], derived: set[str]
 ) -> dict[str, Origin]:
     return {name: "derived" if name in derived else given.get(name, "default") for name in flat}
+
+
+def _idle_groups(values: dict[str, Any]) -> list[str]:
+    """Set aside a number of query groups without the switch that makes it count in Megatron-LM."""
+    if "num_query_groups" not in values or values.get("group_query_attention"):
+        return []
+    groups = values.pop("num_query_groups")
+    return [f"--num-query-groups {groups} (no --group-query-attention)"]
 
 
 def _stored(values: Mapping[str, Any], reader: StoredConfig | None) -> Mapping[str, Any]:

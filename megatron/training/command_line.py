@@ -39,16 +39,21 @@ class Vocabulary:
 
     def __init__(self, specs: Mapping[str, Spec], table: Mapping[str, Row]) -> None:
         self.targets: dict[str, Spec | Row] = {normalise(f): row for f, row in table.items()}
+        declared = {normalise(f): spec for spec in specs.values() for f in spellings(spec)}
         # A config that declares a flag wins over the table.
-        self.targets |= {
-            normalise(flag): spec for spec in specs.values() for flag in spellings(spec)
-        }
+        self.targets |= declared
+        self.flag_of_field = {name: spec.flag for name, spec in specs.items()}
+        self.working = [
+            *declared,
+            *(flag for flag, row in table.items() if row.status == "successor"),
+        ]
 
     def unknown(self, flags: Sequence[str]) -> UserError:
         """Return one error for all unknown flags, with spellings near to each."""
         parts = []
         for flag in flags:
-            close = nearest(normalise(flag), self.targets)
+            name = normalise(flag)
+            close = nearest(name, self.working) or nearest(name, self.targets)
             parts.append(f"{flag} (did you mean {' or '.join(close)}?)" if close else flag)
         return UserError(f"unknown flag{'s' * (len(parts) > 1)}: {', '.join(parts)}; see --help")
 
@@ -89,7 +94,7 @@ def read_file(path: str, vocabulary: Vocabulary) -> list[Given]:
     """
     found: list[Given] = []
     unknown: list[str] = []
-    for key, value in _leaves(_load(path)):
+    for key, value in _leaves(_load(path), vocabulary):
         flag = normalise(str(key))
         target = vocabulary.targets.get(flag)
         if target is None:
@@ -197,15 +202,16 @@ def _load(path: str) -> Mapping[str, Any]:
     return content
 
 
-def _leaves(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(content: Mapping[str, Any], vocabulary: Vocabulary) -> Iterator[tuple[str, Any]]:
     """Yield names and values, from sections too."""
     origins = content.get("origins")
     if isinstance(origins, dict) and isinstance(content.get("config"), dict):
-        chosen = content["config"]
-        yield from ((k, v) for k, v in chosen.items() if origins.get(k) != "derived")
+        for field, value in content["config"].items():
+            if origins.get(field) != "derived":
+                yield vocabulary.flag_of_field.get(field, field), value
         return
     for key, value in content.items():
         if isinstance(value, dict):
-            yield from _leaves(value)
+            yield from _leaves(value, vocabulary)
         else:
             yield key, value

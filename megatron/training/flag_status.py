@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, cast
 
-from megatron.core.utils import UserError
-
 Status = Literal["works", "successor", "no effect", "refused"]
 
 
@@ -55,10 +53,10 @@ class Row:
         given = " ".join(values)
         return self.default != "" and (given == self.default or _equal(given, self.default))
 
-    def refuse(self, values: Sequence[str]) -> UserError:
-        """Return the error of a refused flag."""
+    def refusal(self, values: Sequence[str]) -> str:
+        """Return what to tell somebody who gives a refused flag."""
         text = f"{' '.join([self.flag, *values])} is not supported: {self.why}"
-        return UserError(f"{text}; {self.instead}" if self.instead else text)
+        return f"{text}; {self.instead}" if self.instead else text
 
 
 def load() -> Mapping[str, Row]:

@@ -19,9 +19,8 @@ def render(config_class: type[Config], invocation: type[Config], program: str) -
         "are renamed, without effect or not supported.",
     ]
     for cls in (invocation, config_class):
-        for owner, declared in _by_owner(cls):
-            title = (owner.__doc__ or owner.__name__).strip().splitlines()[0].rstrip(".")
-            lines += ["", f"{title}:"]
+        for owner, declared in by_owner(cls):
+            lines += ["", title(owner)]
             for spec in declared:
                 lines += entry(spec)
     return "\n".join(lines)
@@ -70,7 +69,14 @@ def default(spec: Spec) -> str:
     return f"default: {spec.default}"
 
 
-def _by_owner(cls: type[Config]) -> Iterator[tuple[type[Config], list[Spec]]]:
+def title(owner: type[Config]) -> str:
+    """Return a config's name and what it is."""
+    summary = (owner.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    return f"{owner.__name__}: {summary[:1].lower()}{summary[1:]}"
+
+
+def by_owner(cls: type[Config]) -> Iterator[tuple[type[Config], list[Spec]]]:
+    """Yield each config of a tree with the fields it declares itself."""
     grouped: dict[type[Config], list[Spec]] = {}
     for spec in specs(cls).values():
         grouped.setdefault(spec.owner, []).append(spec)
