@@ -16,7 +16,16 @@ import torch
 from megatron.core.config import specs
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.config import HealthConfig
+from megatron.training.health import Health
+from megatron.training.objective import Objective
+from megatron.training.step import Plan, TrainStep
+from megatron.training.timers import Timers
+from pretrain_gpt import forward_step
 
 DATA = Path(__file__).parent.parent / "data" / "mcore_trajectories"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -82,3 +91,43 @@ def test_first_gradients_and_losses(name: str) -> None:
     for key in expected_grads:
         want = torch.from_numpy(expected_grads[key])
         torch.testing.assert_close(grads[ours(key)], want, rtol=2e-5, atol=2e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_seven_iterations(name: str) -> None:
+    """Loss and gradient norm of every iteration, through our objective and optimizer."""
+    model, batches, case = load_case(name, torch.float32)
+    mesh = model.mesh
+    settings = OptimizerConfig.resolve(
+        adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, weight_decay=0.1, clip_grad=1.0
+    )
+    optimizer = build_optimizer(settings, [model], mesh, PrecisionConfig.resolve())
+    objective = Objective("--calculate-per-token-loss" in case["flags"], mesh)
+    step = TrainStep(
+        model,
+        optimizer,
+        forward_step,
+        objective,
+        Health(HealthConfig.resolve()),
+        Timers(0),
+        seed=0,
+    )
+    records = [*case["iterations"], *case["after_checkpoint"]]
+    for index, record in enumerate(records):
+        plan = Plan(iteration=index + 1, samples=range(4), learning_rate=5e-3, weight_decay=0.1)
+        microbatches = [
+            {key: batches[key][index, number] for key in ("tokens", "labels", "loss_mask")}
+            for number in range(2)
+        ]
+        nominal = objective.nominal(4, 2, 32)
+        result = step.run(plan, microbatches, nominal, lambda: (False, False, False))
+        reported = result.totals.loss
+        if not objective.per_token:
+            # The reference reports the mean over tokens in both modes; masks are full here.
+            assert all(float(batch["loss_mask"].min()) == 1.0 for batch in microbatches)
+        assert reported == pytest.approx(record["lm_loss"], rel=1e-5)
+        assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=2e-5)
+        if record["iteration"] == 5:
+            for key, norm in case["final_weight_l2"].items():
+                weight = dict(model.named_parameters())[ours(key)].detach()
+                assert float(weight.norm()) == pytest.approx(norm, rel=1e-5), key
