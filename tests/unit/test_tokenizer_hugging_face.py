@@ -100,3 +100,38 @@ def test_a_hole_in_the_ids_counts_in_the_size(tmp_path: Path) -> None:
     tokenizer = build(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
     assert tokenizer.vocab_size == 42
     assert tokenizer.encode("far red") == [41, 1]
+
+
+def test_a_special_token_among_a_models_pieces_is_spelled_out(tmp_path: Path) -> None:
+    pieces = ["</s>", "<unk>", "\u2581", "<", "/", "s", ">", "a", "<pad>", "p", "d"]
+    scores = [0.0, 0.0, -2.0, -3.0, -3.0, -3.0, -3.0, -3.0, -1.0, -3.0, -3.0]
+    content = files.word_level_json(["x"], []) | {
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"},
+        "decoder": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"},
+        "model": {
+            "type": "Unigram",
+            "unk_id": 1,
+            "vocab": [list(pair) for pair in zip(pieces, scores, strict=True)],
+        },
+    }
+    folder = write_hugging_face(
+        tmp_path / "a",
+        content,
+        tokenizer_config={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    )
+    tokenizer = build(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.vocab_size) == (0, 8, 11)
+    expected = [2, 7, 3, 4, 5, 6, 7, 2, 3, 9, 7, 10, 6]
+    assert tokenizer.encode("a</s>a <pad>") == expected
+    assert tokenizer.encode_batch(["a</s>a <pad>"], 2) == [expected]
+    assert tokenizer.decode(expected) == "a</s>a <pad>"
+    # An unknown letter keeps the id of unknown ones.
+    assert tokenizer.encode("aZ") == [2, 7, 1]
+
+
+def test_a_word_that_is_the_end_token_does_not_end_a_document(tmp_path: Path) -> None:
+    content = files.word_level_json(["<unk>", "red", "<end>"], [])
+    folder = write_hugging_face(tmp_path / "a", content, tokenizer_config={"eos_token": "<end>"})
+    tokenizer = build(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
+    assert tokenizer.eod == 2
+    assert tokenizer.encode("red <end> green") == [1, 0, 0, 0]

@@ -4,6 +4,7 @@ The library's BPE remembers recent words, up to a fixed number of them. It takes
 threads from the environment alone, see `_threads`.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class LibraryTokenizer(Tokenizer):
         # Special tokens in a text are spelled out; other added tokens are words and still match.
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
+        self._spelled = _spelled_out(tokenizer)
         super().__init__(
             kind=kind,
             vocab_size=full_size(tokenizer),
@@ -51,12 +53,17 @@ class LibraryTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._without_special(ids)
 
     def _encode_batch(self, texts: list[str], num_threads: int) -> list[Ids]:
         with _threads(num_threads):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return [self._without_special(encoding.ids) for encoding in encodings]
+
+    def _without_special(self, ids: list[int]) -> list[int]:
+        if not self._spelled or self._spelled.keys().isdisjoint(ids):
+            return ids
+        return [part for i in ids for part in self._spelled.get(i, (i,))]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -72,6 +79,30 @@ def add_special_tokens(tokenizer: Any, names: Sequence[str]) -> tuple[int, ...]:
     """Make ``names`` special tokens, with new ids for those not in the vocabulary; return ids."""
     tokenizer.add_special_tokens(list(names))
     return tuple(tokenizer.token_to_id(name) for name in names)
+
+
+def _spelled_out(tokenizer: Any) -> dict[int, tuple[int, ...]]:
+    """Return special id -> ids of its letters, for special tokens that the model itself can find.
+
+    Unigram and word-level models have special tokens among their pieces, where text can match them
+    although the library does not look for them. Most tokenizers have none of these.
+    """
+    special = {
+        i: str(token.content)
+        for i, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special and i in tokenizer.encode(token.content, add_special_tokens=False).ids
+    }
+    if not special:
+        return {}
+    model = json.loads(tokenizer.to_str())["model"]
+    # Unknown words have this id for a good reason.
+    unknown = model.get("unk_id", tokenizer.token_to_id(model.get("unk_token") or ""))
+    special.pop(unknown, None)
+    tokenize = tokenizer.model.tokenize
+    return {
+        i: tuple(token.id for part in (name[:1], name[1:]) for token in tokenize(part))
+        for i, name in special.items()
+    }
 
 
 def sentinel_names(count: int) -> list[str]:
