@@ -4,7 +4,7 @@ Each set has its own position, which checkpoints store, so that a resumed run ev
 samples as one that was not interrupted. A set that is evaluated whole has no position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,8 @@ from megatron.training.step import ForwardStep
 
 LOSS = "lm loss"
 Split = Literal["valid", "test"]
+Reader = Callable[[Samples, Iterable[Sequence[int]]], Batches]
+"""(data set, sample numbers of each microbatch) -> batches."""
 
 
 @dataclass
@@ -47,8 +49,7 @@ def open_set(
     global_batch_size: int,
     micro_batch_size: int,
     consumed_samples: int,
-    num_workers: int,
-    without: Sequence[str] = (),
+    read: Reader,
 ) -> EvaluationSet:
     """Start reading a set at its position; ``eval_iters`` -1 takes all of it each time."""
     length = len(dataset)
@@ -63,8 +64,7 @@ def open_set(
         numbers = batches.evaluation_numbers(
             mesh, size, micro_batch_size, consumed_samples=consumed_samples, length=length
         )
-    reader = Batches(dataset, numbers, mesh.device, min(1, num_workers), without)
-    return EvaluationSet(name, reader, count, samples, consumed_samples)
+    return EvaluationSet(name, read(dataset, numbers), count, samples, consumed_samples)
 
 
 class Evaluator:

@@ -5,10 +5,11 @@
 An entry point brings a `Program`: how to build its model and its data sets, and a forward step.
 """
 
+import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from megatron.training import (
 )
 from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
-from megatron.training.batches import Batches, training_numbers
+from megatron.training.batches import Batches, Samples, training_numbers
 from megatron.training.checkpoint_facts import RunFacts
 from megatron.training.checkpointing import Loaded, load_checkpoint, save_checkpoint, warn_of_space
 from megatron.training.config import RunConfig
@@ -267,6 +268,12 @@ class Job:
                 writers.append(Wandb(logging, config.checkpoint.save, config.flatten()))
         return Metrics(facts, writers, self.say, show_throughput=logging.log_throughput)
 
+    def _read(
+        self, dataset: Samples, numbers: Iterable[Sequence[int]], num_workers: int
+    ) -> Batches:
+        unneeded = run_data.unneeded(self.config.data)
+        return Batches(dataset, numbers, self.mesh.device, num_workers, unneeded)
+
     def _objective(self) -> Objective:
         return Objective(self.config.training.calculate_per_token_loss, self.mesh)
 
@@ -284,8 +291,7 @@ class Job:
                 global_batch_size=config.batch_sizes.final,
                 micro_batch_size=config.training.micro_batch_size,
                 consumed_samples=state.evaluated.get(key, 0),
-                num_workers=config.data.num_workers,
-                without=run_data.unneeded(config.data),
+                read=functools.partial(self._read, num_workers=min(1, config.data.num_workers)),
             )
 
         iterations = config.validation.eval_iters
@@ -340,13 +346,7 @@ class Job:
         warn_of_space(config.checkpoint, self.mesh, [model], optimizer, self.say)
         parts = Parts(
             step=step,
-            batches=Batches(
-                data.train,
-                numbers,
-                self.mesh.device,
-                config.data.num_workers,
-                run_data.unneeded(config.data),
-            ),
+            batches=self._read(data.train, numbers, config.data.num_workers),
             schedule=loaded.schedule,
             train_iters=config.total_iterations,
             sizes=config.batch_sizes,
