@@ -10,7 +10,7 @@ megatron/core/datasets/preprocess/partitions.py.
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -42,15 +42,19 @@ class ToolConfig(Config):
     tokenizer: TokenizerConfig = option()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, check: Callable[[], None] = lambda: None) -> int:
     """Run the tool and return its exit code.
+
+    Args:
+        argv: words after the program's name; the process's own when absent.
+        check: called between blocks; may raise to end the run.
 
     Raises:
         UserError: something that the user can fix.
     """
     words = _renamed(sys.argv[1:] if argv is None else argv)
     config, _ = parse_tool(words, ToolConfig, PROGRAM)
-    job = _job(config)
+    job = _job(config, check)
     say(
         f"{len(job.sources)} files, {human_bytes(sum(s.size for s in job.sources))}; "
         f"{job.tokenizer.kind} with {job.tokenizer.vocab_size} ids; {job.workers} workers"
@@ -79,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _job(config: ToolConfig) -> Job:
+def _job(config: ToolConfig, check: Callable[[], None] = lambda: None) -> Job:
     if config.preprocess.launcher == "ray":
         partitions.import_ray()
     tokenizer = build_tokenizer(config.tokenizer)
     resolve_vocabulary(config.tokenizer, tokenizer.vocab_size)
-    return prepare(config.preprocess, tokenizer)
+    return prepare(config.preprocess, tokenizer, check)
 
 
 def _find_optimal(job: Job) -> int:
@@ -117,11 +121,30 @@ def say(text: str) -> None:
     print(f"{PROGRAM}: {text}", flush=True)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+class Stop:
+    """Ends the program on a signal, after the block under way, so that nothing half-done stays.
+
+    Raising in the handler itself could hit the moment between making a file and owning it, and is
+    lost in callbacks of the interpreter; only a second signal does.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Be the handler of a signal."""
+        if self.number is not None:
+            sys.exit(128 + number)
+        self.number = number
+
+    def check(self) -> None:
+        """Raise if a signal has come."""
+        if self.number is not None:
+            sys.exit(128 + self.number)
 
 
 if __name__ == "__main__":
-    # Ending by an exception removes the temporary files.
-    signal.signal(signal.SIGTERM, _end)
-    run_main(main, PROGRAM)
+    stop = Stop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop.handle)
+    run_main(lambda: main(check=stop.check), PROGRAM)

@@ -24,7 +24,7 @@ import shutil
 import struct
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -198,7 +198,7 @@ class IndexedDataset:
         return self.get(i if i >= 0 else i + len(self))
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Return ``length`` tokens of sequence ``i`` from ``offset`` on; all the rest by default."""
+        """Return ``length`` tokens of sequence ``i`` from ``offset`` on; by default the rest."""
         if not 0 <= i < len(self.sequence_lengths):
             raise IndexError(f"sequence {i} of {len(self)} in {self.prefix}")
         here = int(self.sequence_lengths[i])
@@ -360,8 +360,14 @@ class IndexedDatasetBuilder:
         self._documents.frombytes((len(self._lengths) + np.cumsum(counts)).tobytes())
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
 
-    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+    def add_index(
+        self, prefix: str | os.PathLike[str], on_block: Callable[[], None] = lambda: None
+    ) -> None:
         """Append every document of a finished pair, copying its tokens in bounded memory.
+
+        Args:
+            prefix: the finished pair.
+            on_block: called after every few megabytes; may raise to end the copy.
 
         Raises:
             UserError: its token type is another one, or its files do not fit together.
@@ -380,6 +386,7 @@ class IndexedDatasetBuilder:
         with open(bin_path(prefix), "rb") as source:
             while block := source.read(1 << 24):
                 self._file.write(block)
+                on_block()
 
     def finalize(self) -> None:
         """Complete both files and give them their names."""

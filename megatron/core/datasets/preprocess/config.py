@@ -47,8 +47,9 @@ class PreprocessConfig(Config):
     """A record that cannot be used (bad JSON or UTF-8, a missing key, a value that is no string, a
     NUL byte, too long): stop at it, or skip and count it. Empty texts are always skipped."""
 
-    max_record_bytes: int = option(64 * 2**20)
-    """Longest record; a longer one is bad, and never held in memory whole."""
+    max_record_bytes: int = option(16 * 2**20)
+    """Longest record; a longer one is bad, and never held in memory whole. Libraries may take 150
+    times a text's bytes while they encode it."""
 
     workers: int | None = option(derived="the CPU cores this process may use")
     """Processes that encode. The output is the same for any number."""

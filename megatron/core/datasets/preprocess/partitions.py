@@ -86,7 +86,7 @@ def merge_shares(job: Job) -> Counts:
             builder = IndexedDatasetBuilder(path, dtype, job.tokenizer.vocab_size)
             builders.append((key, path, builder))
             for i in indices:
-                builder.add_index(job.prefixes(share_prefix(job, i))[key])
+                builder.add_index(job.prefixes(share_prefix(job, i))[key], job.check)
             builder.seal()
         for key, path, builder in builders:
             sizes = {"key": key, **counts.to_json()["keys"][key]}

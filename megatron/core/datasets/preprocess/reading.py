@@ -17,6 +17,7 @@ from megatron.core.datasets.preprocess.sources import Source, Span
 from megatron.core.utils import UserError, human_bytes
 
 BLOCK_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Delimiters = tuple[bytes, ...]
 DELIMITERS: dict[str, Delimiters] = {
@@ -105,15 +106,13 @@ def _cut(chunks: Iterator[bytes], delimiters: Delimiters, limit: int) -> Iterato
     parts: list[bytes] = []
     size = 0
     line = 1
-    # Non-empty while the rest of a long record is dropped: the end of what was read.
-    dropping = b""
-    for chunk in chunks:
+    dropping = False
+    for chunk in _with_whole_delimiters(chunks, delimiters):
         if dropping:
-            window = dropping + chunk
-            end = min((_end(window, d) for d in delimiters if d in window), default=-1)
-            dropped = window[len(dropping) : end if end >= 0 else None]
+            end = min((chunk.index(d) + len(d) for d in delimiters if d in chunk), default=-1)
+            dropping = end < 0
+            dropped, chunk = (chunk, b"") if dropping else (chunk[:end], chunk[end:])
             line += dropped.count(b"\n")
-            dropping, chunk = (b"", window[end:]) if end >= 0 else (window[-2:], b"")
         end = max((chunk.rfind(d) + len(d) for d in delimiters if d in chunk), default=-1)
         if end >= 0:
             data = b"".join([*parts, chunk[:end]])
@@ -127,24 +126,39 @@ def _cut(chunks: Iterator[bytes], delimiters: Delimiters, limit: int) -> Iterato
         if size > limit:
             yield {"first_line": line, "too_long": True}
             line += sum(part.count(b"\n") for part in parts)
-            dropping = parts[-1][-2:]
+            dropping = True
             parts, size = [], 0
     if size:
         yield {"data": b"".join(parts), "first_line": line, "cut_off": True}
 
 
-def _end(window: bytes, delimiter: bytes) -> int:
-    return window.index(delimiter) + len(delimiter)
+def _with_whole_delimiters(chunks: Iterator[bytes], delimiters: Delimiters) -> Iterator[bytes]:
+    """Yield the same bytes with no chunk ending inside a delimiter."""
+    held = b""
+    for chunk in chunks:
+        chunk = held + chunk
+        begun = [d[:n] for d in delimiters for n in range(len(d)) if chunk.endswith(d[:n])]
+        keep = 0 if chunk.endswith(delimiters) else max(map(len, begun), default=0)
+        held = chunk[len(chunk) - keep :]
+        if keep < len(chunk):
+            yield chunk[: len(chunk) - keep]
+    if held:
+        yield held
 
 
 def _chunks(span: Span, size: int, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
     """Yield the unpacked bytes of a span, without a byte order mark."""
-    first = True
+    start = b""
+    begins = span.start == 0
     for chunk in _unpacked(span, size, on_bytes):
-        if first and span.start == 0:
-            chunk = chunk.removeprefix(b"\xef\xbb\xbf")
-        first = False
+        if begins:
+            start += chunk
+            if len(start) < len(BYTE_ORDER_MARK):
+                continue
+            begins, chunk = False, start.removeprefix(BYTE_ORDER_MARK)
         yield chunk
+    if begins and start:
+        yield start
 
 
 def _unpacked(span: Span, size: int, on_bytes: Callable[[int], None]) -> Iterator[bytes]:

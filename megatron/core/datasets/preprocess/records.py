@@ -156,7 +156,7 @@ class Parser:
         what = {"file": "the file", "paragraphs": "the paragraph", "rows": "the text"}
         detail = (
             f"{what.get(block.kind, 'the line')} exceeds --max-record-bytes ({self.limit}); raise "
-            "it if there is memory for about a hundred times as much per worker"
+            "it if there is memory for 150 times as much per worker"
         )
         if block.kind == "file":
             detail += ", or take --txt-documents paragraphs"

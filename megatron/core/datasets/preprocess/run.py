@@ -7,7 +7,7 @@ beside them, and a run that fails removes these.
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Job:
     sources: list[Source]
     encoder: Encoder
     workers: int
+    check: Callable[[], None]
+    """Called between blocks; may raise to end the run."""
 
     def prefixes(self, prefix: str) -> dict[str, str]:
         """Return key -> prefix of its pair of files."""
@@ -70,8 +72,10 @@ class Job:
         return options
 
 
-def prepare(config: PreprocessConfig, tokenizer: Tokenizer) -> Job:
-    """Return the checked job.
+def prepare(
+    config: PreprocessConfig, tokenizer: Tokenizer, check: Callable[[], None] = lambda: None
+) -> Job:
+    """Return the checked job; ``check`` is called between blocks and may raise to end the run.
 
     Raises:
         UserError: a flag, an input, the output's place or a package is wrong. No input has been
@@ -102,7 +106,7 @@ def prepare(config: PreprocessConfig, tokenizer: Tokenizer) -> Job:
             splitter = simple_splitter(config.keep_newlines)
     parser = Parser(config.json_keys, config.max_record_bytes)
     encoder = Encoder(tokenizer, parser, splitter, config.append_eod)
-    return Job(config, tokenizer, sources, encoder, config.workers or usable_cores())
+    return Job(config, tokenizer, sources, encoder, config.workers or usable_cores(), check)
 
 
 def usable_cores() -> int:
@@ -235,6 +239,7 @@ def _encoded(job: Job, spans: Sequence[Span], counts: Counts) -> Iterator[Encode
     before: dict[str, int] = {}
     try:
         for block, encoded in stream:
+            job.check()
             counts.read += encoded.read
             counts.kept += encoded.kept
             counts.skipped.update(encoded.skipped)
@@ -250,6 +255,9 @@ def _encoded(job: Job, spans: Sequence[Span], counts: Counts) -> Iterator[Encode
                 counts.note(problem.kind, message)
             yield encoded
             progress.update(sum(position), counts.read, counts.tokens.total())
+    except UserError:
+        job.check()  # a signal to the whole group also ends the workers; it is the reason then
+        raise
     finally:
         progress.close()
         stream.close()  # type: ignore[attr-defined]
