@@ -523,6 +523,15 @@ def test_a_checkpoint_published_before_the_tracker_moved_is_the_newest(tmp_path:
     assert catalog.newest(catalog.scan(root)).name == 30
 
 
+def test_an_older_checkpoint_whose_files_were_touched_is_not_newer(tmp_path: Path) -> None:
+    root = two(tmp_path)
+    write(root / catalog.folder_name(15), planned(), {"iteration": 15})
+    catalog.write_tracker(root, 15)
+    later = time.time() + 100
+    os.utime(root / "iter_0000020" / format.INDEX, (later, later))
+    assert catalog.newest(catalog.scan(root)).name == 15
+
+
 def test_a_tracker_that_names_a_missing_folder_is_reported(tmp_path: Path) -> None:
     root = two(tmp_path)
     catalog.write_tracker(root, 99)
@@ -546,6 +555,29 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     with Checkpoint(tmp_path / "iter_0000001") as checkpoint:
         assert checkpoint.read("a").tolist() == [2.0] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]
+
+
+def test_a_rewrite_that_cannot_be_published_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "iter_0000001"
+    save.save([item("a", torch.ones(4))], final, {}, WORLD)
+    rename, moves = os.rename, []
+
+    def stubborn(source: Path, target: Path) -> None:
+        moves.append(target)
+        if str(source).endswith(save.PARTIAL):
+            # Even now the old one is there under a name that a start-up looks for.
+            assert [found.name for found in catalog.scan(tmp_path).complete] == [1]
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(save.os, "rename", stubborn)
+    with pytest.raises(save.SaveError, match="Input/output error"):
+        save.save([item("a", torch.zeros(4))], final, {}, WORLD)
+    assert len(moves) == 3 and [path.name for path in tmp_path.iterdir()] == [final.name]
+    with Checkpoint(final) as checkpoint:
+        assert checkpoint.read("a").tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("text", ["", "ten", "1\n2", "-3"])
@@ -598,8 +630,9 @@ def test_ckpt_20_a_stop_while_removing_is_cleared_later(tmp_path: Path) -> None:
     os.rename(tmp_path / "iter_0000001", tmp_path / f"iter_0000001{catalog.DELETED}")
     held = catalog.scan(tmp_path)
     assert [found.name for found in held.complete] == [2] and held.ignored == {}
+    (tmp_path / f".{catalog.TRACKER}.abc").touch()
     catalog.clear(tmp_path)
-    assert names(tmp_path) == [2]
+    assert names(tmp_path) == [2] and len(list(tmp_path.iterdir())) == 2
 
 
 # CKPT-21, CKPT-22 and kills

@@ -170,6 +170,8 @@ def clear(root: Path) -> None:
     for ending in (PARTIAL, DELETED):
         for leftover in root.glob(f"*{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in root.glob(f".{TRACKER}.*"):
+        leftover.unlink(missing_ok=True)
 
 
 def prune(

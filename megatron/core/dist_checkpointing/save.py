@@ -164,7 +164,12 @@ def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) ->
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old)
-    os.rename(partial, final)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
     sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
     return index
