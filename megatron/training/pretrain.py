@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -145,6 +145,8 @@ class Job:
         loaded = load_checkpoint(
             config.checkpoint, config.schedule, self.mesh, [model], optimizer, facts, self.say
         )
+        # The next checkpoint stores the schedule that is followed, not the one the flags gave.
+        facts = replace(facts, schedule=loaded.schedule)
         self.newest = loaded.folder
         self.clock.lap("load")
         if self._is_complete(loaded.state):
