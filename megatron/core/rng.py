@@ -92,9 +92,18 @@ class DropoutKey:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's default generator for ops that take no generator, and put it back after."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    # This device's generator alone: torch.manual_seed visits those of every kind of device, and
+    # where there is no CUDA it formats and keeps a stack trace at each call.
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        generator.set_state(state)
 
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
