@@ -103,6 +103,11 @@ class HeldOut:
         self._evaluator, self._metrics, self._garbage = evaluator, metrics, garbage
         self._sets: dict[Split, Sequence[EvaluationSet]] = {"valid": validation, "test": test}
 
+    @property
+    def validates(self) -> bool:
+        """Return whether there is anything to evaluate on during training."""
+        return bool(self._sets["valid"])
+
     def validate(self, state: TrainState) -> None:
         """Evaluate on the validation sets, during training; a collective."""
         self._evaluate("valid", f"iteration {state.iteration}", state)

@@ -202,6 +202,8 @@ class Trainer:
         validation, iteration = self.config.validation, self.state.iteration
         if validation.eval_interval is None or iteration % validation.eval_interval:
             return
+        if not self.parts.held_out.validates:
+            return
         if validation.start_eval_at_iter is None or iteration >= validation.start_eval_at_iter:
             start = time.perf_counter()
             self.parts.held_out.validate(self.state)
