@@ -1,0 +1,251 @@
+"""What a run prints and writes, against lines and numbers worked out by hand."""
+
+import json
+import math
+import sys
+import types
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.utils import UserError
+from megatron.training import log_line
+from megatron.training.config import LoggingConfig
+from megatron.training.metrics import Facts, Iteration, Metrics
+from megatron.training.timers import Timers, timers_block
+from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
+
+NOW = datetime(2026, 1, 31, 12)
+
+
+def facts(**changes: Any) -> Facts:
+    values: dict[str, Any] = {
+        "train_iters": 100,
+        "seq_length": 8,
+        "world_size": 2,
+        "flops_per_sample": 1e12,
+        "peak_flops": None,
+        "attempt": 0,
+        "memory": lambda: 7,
+    }
+    return Facts(**(values | changes))
+
+
+def iteration(number: int, **changes: Any) -> Iteration:
+    values: dict[str, Any] = {
+        "iteration": number,
+        "consumed_samples": 4 * number,
+        "skipped_samples": 0,
+        "samples": range(4 * (number - 1), 4 * number),
+        "learning_rate": 1e-4,
+        "losses": {"lm loss": float(number)},
+        "grad_norm": torch.tensor(1.2344, dtype=torch.float64),
+        "elapsed_ms": 100.0,
+    }
+    return Iteration(**(values | changes))
+
+
+def test_the_training_line_has_the_known_shape() -> None:
+    interval = log_line.Interval(
+        iteration=10,
+        train_iters=100,
+        consumed_samples=320,
+        elapsed_ms=123.4,
+        throughput=1.2,
+        learning_rate=1e-4,
+        global_batch_size=32,
+        losses={"lm loss": 8.123456},
+        grad_norm=1.234,
+        eta_seconds=751,
+    )
+    assert log_line.training_line(NOW, interval) == (
+        " [2026-01-31 12:00:00.000000] iteration       10/     100 | consumed samples:          320"
+        " | elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 1.2 |"
+        " learning rate: 1.000000E-04 | global batch size:    32 | lm loss: 8.123456E+00 |"
+        " loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 |"
+        " number of nan iterations:   0 | ETA: 0:12:31 |"
+    )
+
+
+def test_validation_lines_stand_between_rules() -> None:
+    rule, line, again = log_line.validation_lines("iteration 5", {"lm loss": 2.0}).split("\n")
+    assert line == " validation loss at iteration 5 | lm loss value: 2.000000E+00 | " + (
+        "lm loss PPL: 7.389056E+00 | "
+    )
+    assert rule == again == "-" * (len(line) + 1)
+
+
+def test_durations() -> None:
+    assert log_line.duration(3723.4) == "1:02:03"
+    assert log_line.duration(2 * 86400 + 59) == "2d 0:00:59"
+
+
+def test_the_loss_is_the_mean_of_iterations_that_were_not_skipped() -> None:
+    lines: list[str] = []
+    metrics = Metrics(facts(), [], lines.append)
+    metrics.add(iteration(1))
+    metrics.add(iteration(2, losses={"lm loss": math.nan}, skipped=True, nan=True, grad_norm=None))
+    metrics.add(iteration(3))
+    metrics.print_line(NOW)
+    assert "lm loss: 2.000000E+00 |" in lines[0]
+    assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in lines[0]
+    metrics.add(iteration(4))
+    metrics.print_line(NOW)
+    assert "lm loss: 4.000000E+00 |" in lines[1]
+    assert "skipped iterations:   0" in lines[1]
+
+
+def test_an_interval_without_a_trained_iteration_keeps_the_field() -> None:
+    lines: list[str] = []
+    metrics = Metrics(facts(), [], lines.append)
+    metrics.add(iteration(1, losses={"lm loss": math.nan}, skipped=True))
+    metrics.print_line(NOW)
+    assert "lm loss: NAN |" in lines[0]
+
+
+def test_rates_leave_out_the_first_iteration() -> None:
+    lines: list[str] = []
+    metrics = Metrics(facts(), [], lines.append, show_throughput=True)
+    metrics.add(iteration(1, elapsed_ms=10_000.0))
+    metrics.add(iteration(2, elapsed_ms=100.0))
+    metrics.print_line(NOW)
+    # 4 samples of 1 TFLOP in 0.1 s on 2 devices; 4 samples of 8 tokens in 0.1 s; 98 x 0.1 s left.
+    assert "throughput per GPU (TFLOP/s/GPU): 20.0 |" in lines[0]
+    assert "tokens per second: 320 |" in lines[0]
+    assert "ETA: 0:00:10 |" in lines[0]
+    assert "elapsed time per iteration (ms): 5050.0 |" in lines[0]
+
+
+def test_rows_have_full_precision(tmp_path: Path) -> None:
+    path = str(tmp_path / "logs" / "metrics.jsonl")
+    loss = 1 / 3 + 1e-15
+    metrics = Metrics(facts(peak_flops=40e12), [JsonLines(path)], lambda line: None)
+    metrics.add(iteration(1, losses={"lm loss": torch.tensor(loss, dtype=torch.float64)}))
+    assert not Path(path).read_text()  # values wait on the device
+    metrics.flush()
+    row = json.loads(Path(path).read_text())
+    assert row["lm_loss"] == loss
+    expected = {
+        "iteration": 1,
+        "consumed_samples": 4,
+        "consumed_tokens": 32,
+        "grad_norm": 1.2344,
+        "learning_rate": 1e-4,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "elapsed_ms": 100.0,
+        "tokens_per_second": 320.0,
+        "mfu": 0.5,
+        "memory_bytes": 7,
+        "attempt": 0,
+        "first_sample": 0,
+        "last_sample": 3,
+    }
+    assert {name: row[name] for name in expected} == expected
+
+
+def test_validation_rows(tmp_path: Path) -> None:
+    path = str(tmp_path / "metrics.jsonl")
+    metrics = Metrics(facts(), [JsonLines(path)], lambda line: None)
+    metrics.validation(
+        iteration=3, consumed_samples=12, losses={"lm loss": 2.5}, where="iteration 3"
+    )
+    metrics.close()
+    row = json.loads(Path(path).read_text())
+    assert (row["iteration"], row["split"], row["lm_loss"]) == (3, "valid", 2.5)
+
+
+def test_a_metrics_file_survives_a_killed_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_attempt(str(path)) is None
+    path.write_text('{"iteration": 1, "attempt": 2}\n{"iteration": 2, "att')
+    assert last_attempt(str(path)) == 2
+    writer = JsonLines(str(path))
+    writer.validation({"iteration": 2, "attempt": 3})
+    writer.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["attempt"] for row in rows] == [2, 3]
+
+
+def test_timers_block() -> None:
+    by_rank = {"optimizer": [0.2, 0.4]}
+    assert timers_block(by_rank, "minmax", 2).splitlines() == [
+        "(min, max) time across ranks (ms):",
+        "    optimizer ......................................: (100.00, 200.00)",
+    ]
+    assert timers_block(by_rank, "max", 1).splitlines()[1].endswith(".: 400.00")
+    assert timers_block(by_rank, "all", 1).splitlines()[2:] == [
+        "     rank  0: 200.00",
+        "     rank  1: 400.00",
+    ]
+
+
+def test_timers_above_the_level_measure_nothing() -> None:
+    waits: list[int] = []
+    timers = Timers(1, lambda: waits.append(1))
+    with timers.measure("part", level=2):
+        pass
+    assert not waits and not timers.take()
+    with timers.measure("phase"), timers.measure("phase"):
+        pass
+    assert list(timers.take()) == ["phase"] and len(waits) == 4
+    assert not timers.take()
+
+
+def test_tensorboard_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="--tensorboard-dir .* tensorboard"):
+        TensorBoard(str(tmp_path), LoggingConfig(), 0)
+
+
+class FakeWandb:
+    """What the W&B package is asked to do."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.id = "run7"
+
+    def init(self, **settings: Any) -> "FakeWandb":
+        self.inits.append(settings)
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None: ...
+
+
+def test_a_resume_continues_the_same_wandb_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = FakeWandb()
+    module = types.ModuleType("wandb")
+    module.init = fake.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = LoggingConfig(wandb_project="p", wandb_exp_name="e")
+    for number in (1, 2):
+        writers: list[Writer] = [Wandb(config, str(tmp_path), {"lr": 1.0})]
+        metrics = Metrics(facts(), writers, lambda line: None)
+        metrics.add(iteration(number))
+        metrics.close()
+    assert [one["id"] for one in fake.inits] == [None, "run7"]
+    assert all(one["resume"] == "allow" for one in fake.inits)
+    step, values = fake.logged[0]
+    assert step == 1 and {"lm loss", "learning-rate", "batch-size", "grad-norm"} <= values.keys()
+
+
+def test_wandb_asks_for_a_name_and_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb package"):
+        Wandb(LoggingConfig(wandb_project="p", wandb_exp_name="e"), str(tmp_path), {})
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    with pytest.raises(UserError, match="--wandb-exp-name"):
+        Wandb(LoggingConfig(wandb_project="p"), str(tmp_path), {})
