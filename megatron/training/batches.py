@@ -10,6 +10,7 @@ batch): tokens, labels (int64), loss_mask (float32), and position_ids (int64) wh
 """
 
 import functools
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ class Batches:
         device: torch.device,
         num_workers: int,
         without: Sequence[str] = (),
+        exit_signal: int | None = None,
     ) -> None:
         """Start reading.
 
@@ -53,6 +55,8 @@ class Batches:
             device: where tensors go.
             num_workers: processes that read ahead.
             without: names that the model does not need and that are left out.
+            exit_signal: what asks the loop for a clean stop. Schedulers send it to all processes,
+                and a reader that died of it would take the loop with it before the save.
         """
         self._device = device
         self._pinned = device.type == "cuda"
@@ -62,6 +66,7 @@ class Batches:
                 batch_sampler=_Numbers(numbers),  # type: ignore[arg-type]
                 num_workers=num_workers,
                 collate_fn=functools.partial(collate, without=without),
+                worker_init_fn=functools.partial(_ignore, exit_signal),
                 pin_memory=self._pinned,
                 # Its own, so that starting a reader does not move on the process's generator.
                 generator=torch.Generator(),
@@ -160,6 +165,12 @@ def collate(samples: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -
             bounds.append((sample["cu_seqlens"][1:] + number * length).astype(np.int32))
         batch["cu_seqlens"] = torch.from_numpy(np.concatenate(bounds))
     return batch
+
+
+def _ignore(number: int | None, worker: int) -> None:
+    """Let a reading process ignore a signal that is meant for the loop."""
+    if number is not None:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Padded:

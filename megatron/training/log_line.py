@@ -82,8 +82,7 @@ def validation_lines(where: str, losses: Mapping[str, float], name: str = "") ->
         losses: mean loss per name.
         name: of the validation set, when there are several.
     """
-    subject = f"validation loss {name} at".replace("  ", " ") if name else "validation loss at"
-    line = f" {subject} {where} | "
+    line = f" validation loss at {where}" + (f" ({name})" if name else "") + " | "
     for key, value in losses.items():
         line += f"{key} value: {value:.6E} | {key} PPL: {perplexity(value):.6E} | "
     rule = "-" * (len(line) + 1)

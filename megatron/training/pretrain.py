@@ -273,8 +273,14 @@ class Job:
     def _read(
         self, dataset: Samples, numbers: Iterable[Sequence[int]], num_workers: int
     ) -> Batches:
-        unneeded = run_data.unneeded(self.config.data)
-        return Batches(dataset, numbers, self.mesh.device, num_workers, unneeded)
+        return Batches(
+            dataset,
+            numbers,
+            self.mesh.device,
+            num_workers,
+            without=run_data.unneeded(self.config.data),
+            exit_signal=self.signal.number if self.signal else None,
+        )
 
     def _objective(self) -> Objective:
         return Objective(self.config.training.calculate_per_token_loss, self.mesh)

@@ -1,6 +1,7 @@
 """Whole runs of pretrain_gpt.py on a tiny corpus: resume, stops, failures, evaluation, logs."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -242,6 +243,22 @@ def test_sig_02_a_signal_saves_and_stops_cleanly(
     left = status()
     assert (left["reason"], left["iteration"], left["resubmit"]) == ("signal", 3, True)
     assert left["checkpoint"] == "save/iter_0000003" and Path(left["checkpoint"]).is_dir()
+
+
+def test_a_signal_to_all_processes_spares_the_readers(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def signal_everyone() -> None:
+        readers = multiprocessing.active_children()
+        assert readers
+        for process in [*(reader.pid for reader in readers), os.getpid()]:
+            os.kill(process, signal.SIGTERM)
+        time.sleep(0.5)
+
+    Interfering(monkeypatch, 2, signal_everyone)
+    stop = ("--train-iters", 50, "--save", "save", "--exit-signal-handler", "--num-workers", 1)
+    assert run(*stop, "--micro-batch-size", 4) == 0
+    assert (status()["reason"], status()["iteration"]) == ("signal", 2)
 
 
 def test_sig_01_without_the_option_a_signal_ends_the_process_at_once(
