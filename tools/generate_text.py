@@ -1,0 +1,199 @@
+"""Generate text from a checkpoint: one prompt, a file of prompts, or a conversation line by line.
+
+    tools/generate_text.py --load CHECKPOINTS --prompt "To be, or" --num-tokens-to-generate 100
+    tools/generate_text.py --load CHECKPOINTS --prompt-file prompts.txt --output out.jsonl
+    tools/generate_text.py --load CHECKPOINTS                  (interactive: one prompt per line)
+
+Architecture and tokenizer come from the checkpoint; name the tokenizer's files where they moved.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import Config, option
+from megatron.core.utils import UserError, atomic_path
+from megatron.training.arguments import parse_tool, run_main
+
+if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
+    from megatron.training.generation import Generator
+
+PROGRAM = "generate_text"
+
+
+class GenerateConfig(Config):
+    """What to generate, from which model."""
+
+    load: str = option()
+    """Folder of checkpoints, as given to --save."""
+
+    ckpt_step: int | None = option(None)
+    """Iteration to take; the newest when absent."""
+
+    prompt: tuple[str, ...] | None = option(None)
+    """Prompts to continue, together in one batch."""
+
+    prompt_file: str | None = option(None, metavar="FILE")
+    """File with one prompt per line."""
+
+    num_tokens_to_generate: int = option(100, aliases=("--max-new-tokens",))
+    """Tokens to add to each prompt at the most."""
+
+    num_samples: int = option(1)
+    """Continuations of each prompt."""
+
+    temperature: float = option(1.0)
+    """Divides the logits; 0 takes the most probable token."""
+
+    top_k: int = option(0)
+    """Draw from this many most probable tokens; 0 from all."""
+
+    top_p: float = option(0.0)
+    """Draw from the most probable tokens that reach this probability; 0 from all."""
+
+    stop_token: tuple[str, ...] = option(())
+    """End a text with any of these, each a single token."""
+
+    stop_at_eod: bool = option(True, aliases={"--ignore-eod": False})
+    """End a text at the end of its document."""
+
+    seed: int = option(1234)
+    """Seed of the sampling."""
+
+    kv_cache: bool = option(True)
+    """Keep keys and values of earlier tokens; without, each step reads the whole text again."""
+
+    output: str | None = option(None, metavar="FILE")
+    """Write one JSON object per text instead of printing."""
+
+    device: Literal["cpu", "cuda"] | None = option(derived="cuda when there is one")
+    """Device to run on."""
+
+    tokenizer_model: str | None = option(None)
+    """Tokenizer model, when it is no longer where training found it."""
+
+    vocab_file: str | None = option(None)
+    """Vocabulary file, likewise."""
+
+    merge_file: str | None = option(None)
+    """Merge file, likewise."""
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompt_file is not None:
+            raise UserError("--prompt and --prompt-file exclude each other; give one")
+        for flag, value in (
+            ("--num-tokens-to-generate", self.num_tokens_to_generate),
+            ("--num-samples", self.num_samples),
+        ):
+            if value < 1:
+                raise UserError(f"{flag} ({value}) must be at least 1")
+
+
+def prompts_of(config: GenerateConfig) -> list[str] | None:
+    """Return the prompts that the flags name; None asks for a conversation.
+
+    Raises:
+        UserError: the file is missing, no text, or empty.
+    """
+    if config.prompt is not None:
+        return list(config.prompt)
+    if config.prompt_file is None:
+        return None
+    try:
+        text = Path(config.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt-file {config.prompt_file}: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"--prompt-file {config.prompt_file} has no prompts")
+    return lines
+
+
+def answer(
+    generator: "Generator", config: GenerateConfig, prompts: list[str]
+) -> Iterator[dict[str, object]]:
+    """Continue every prompt and yield one record per text; a single text appears as it grows."""
+    from megatron.core.inference.sampling import Sampling
+
+    sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+    repeated = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    live = len(repeated) == 1 and config.output is None and sys.stdout.isatty()
+    if live:
+        print(repeated[0], end="", flush=True)
+    results = generator.run(
+        [generator.encode(prompt) for prompt in repeated],
+        max_new_tokens=config.num_tokens_to_generate,
+        sampling=sampling,
+        stop_tokens=generator.stop_tokens(config.stop_token, config.stop_at_eod),
+        seed=config.seed,
+        use_cache=config.kv_cache,
+        stream=(lambda _, text: print(text, end="", flush=True)) if live else None,
+    )
+    if live:
+        print()
+    for prompt, (text, completion) in zip(repeated, results, strict=True):
+        if config.output is None and not live:
+            print(prompt + text)
+            if len(repeated) > 1:
+                print("-" * 40)
+        yield {
+            "prompt": prompt,
+            "text": text,
+            "tokens": completion.tokens,
+            "log_probabilities": completion.log_probabilities,
+            "finish": completion.finish,
+        }
+
+
+def converse(generator: "Generator", config: GenerateConfig) -> None:
+    """Continue one prompt per line until the input ends."""
+    if sys.stdin.isatty():
+        print("one prompt per line; end with Ctrl-D", file=sys.stderr)
+    for line in sys.stdin:
+        if prompt := line.rstrip("\n"):
+            try:
+                list(answer(generator, config, [prompt]))
+            except UserError as error:
+                print(f"{PROGRAM}: {error}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code.
+
+    Raises:
+        UserError: something that the user can fix.
+    """
+    config, _ = parse_tool(argv, GenerateConfig, PROGRAM)
+    prompts = prompts_of(config)
+    import torch
+
+    from megatron.training.generation import open_checkpoint
+
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here; give --device cpu")
+    files = ("tokenizer_model", "vocab_file", "merge_file")
+    generator = open_checkpoint(
+        config.load,
+        config.ckpt_step,
+        torch.device(name),
+        lambda line: print(line, file=sys.stderr),
+        tokenizer_overrides={file: getattr(config, file) for file in files},
+    )
+    if prompts is None:
+        converse(generator, config)
+        return 0
+    records = list(answer(generator, config, prompts))
+    if config.output is not None:
+        with atomic_path(config.output) as path:
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main, PROGRAM)
