@@ -99,6 +99,18 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
         setup.disconnect()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """What a run has when its checkpoint is loaded."""
+
+    data: RunData
+    model: nn.Module
+    optimizer: Optimizer | None
+    """None when there is only evaluation."""
+    facts: RunFacts
+    loaded: Loaded
+
+
 class Job:
     """The parts of one run in one process, and how it ends."""
 
@@ -151,7 +163,8 @@ class Job:
         self.clock.lap("load")
         if self._is_complete(loaded.state):
             return 0
-        return self._work(data, model, optimizer, facts, loaded)
+        built = _Built(data=data, model=model, optimizer=optimizer, facts=facts, loaded=loaded)
+        return self._work(built)
 
     def _build_model(self, vocabulary: Vocabulary) -> nn.Module:
         model = self.program.build_model(self.config, self.mesh, vocabulary)
@@ -185,26 +198,19 @@ class Job:
         )
         return True
 
-    def _work(
-        self,
-        data: RunData,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        facts: RunFacts,
-        loaded: Loaded,
-    ) -> int:
+    def _work(self, built: _Built) -> int:
         """Train and evaluate from the state that was loaded; leave a status behind."""
-        state = loaded.state
+        state = built.loaded.state
         self._announce(state)
-        metrics = self._metrics(data, state)
+        metrics = self._metrics(built.data, state)
         reason: Reason = "failure"
         message = None
         try:
-            held_out = self._held_out(data, model, metrics, state)
-            if optimizer is None or loaded.schedule is None:
+            held_out = self._held_out(built.data, built.model, metrics, state)
+            if built.optimizer is None:
                 reason = "complete"
             else:
-                trainer = self._trainer(data, model, optimizer, facts, loaded, held_out, metrics)
+                trainer = self._trainer(built, built.optimizer, held_out, metrics)
                 reason = trainer.train(lambda seconds: self.say(self.clock.line(seconds)))
             if reason == "complete":
                 held_out.finish(state)
@@ -213,7 +219,7 @@ class Job:
             print(f"{self.mesh.where} error: {failure}", file=sys.stderr, flush=True)
             return 1
         except BaseException as failure:
-            message = f"{type(failure).__name__}: {failure}"
+            reason, message = "failure", f"{type(failure).__name__}: {failure}"
             raise
         finally:
             metrics.close()
@@ -313,18 +319,12 @@ class Job:
         evaluator = Evaluator(model, self.program.forward_step, self._objective())
         return HeldOut(evaluator, validation, test, metrics, Garbage(config.training))
 
-    def _trainer(  # noqa: PLR0913 - the one place where all parts meet
-        self,
-        data: RunData,
-        model: nn.Module,
-        optimizer: Optimizer,
-        facts: RunFacts,
-        loaded: Loaded,
-        held_out: HeldOut,
-        metrics: Metrics,
+    def _trainer(
+        self, built: _Built, optimizer: Optimizer, held_out: HeldOut, metrics: Metrics
     ) -> Trainer:
-        config, state, save_to = self.config, loaded.state, self.config.checkpoint.save
-        assert loaded.schedule is not None
+        config, state, save_to = self.config, built.loaded.state, self.config.checkpoint.save
+        data, model, schedule = built.data, built.model, built.loaded.schedule
+        assert schedule is not None, "a run with an optimizer has a schedule"
         numbers = training_numbers(
             self.mesh,
             config.batch_sizes,
@@ -355,7 +355,7 @@ class Job:
         parts = Parts(
             step=step,
             batches=self._read(data.train, numbers, config.data.num_workers),
-            schedule=loaded.schedule,
+            schedule=schedule,
             train_iters=config.total_iterations,
             sizes=config.batch_sizes,
             held_out=held_out,
@@ -374,7 +374,7 @@ class Job:
                 config.logging.tensorboard_dir or save_to or ".",
             ),
             garbage=Garbage(config.training),
-            save=self._saver(model, optimizer, facts, state) if save_to else None,
+            save=self._saver(model, optimizer, built.facts, state) if save_to else None,
             say=self.say,
             flops_per_sample=self.flops_per_sample,
         )
