@@ -161,16 +161,16 @@ def visible_keys(
 
 def softmax(scores: Tensor, visible: Tensor | None, sink_n: Tensor | None) -> Tensor:
     """Return probabilities over the visible keys; rows without any are zero."""
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    # A row of -inf alone would give NaN here and in backward: it is computed as a row of zeros,
+    # and dropped.
+    dead = scores.amax(-1, keepdim=True) == -torch.inf
+    scores = scores.masked_fill(dead, 0)
     if sink_n is not None:
         sink = sink_n.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    if visible is not None:
-        # A row of -inf alone would give NaN here and in backward: it is computed as a row of
-        # zeros and dropped below.
-        dead = ~visible.any(-1, keepdim=True)
-        scores = scores.masked_fill(~visible, -torch.inf).masked_fill(dead, 0)
-    if sink_n is not None:
         scores = torch.cat((scores, sink), -1)
     probs = torch.softmax(scores, -1)
     if sink_n is not None:
         probs = probs[..., :-1]
-    return probs if visible is None else probs.masked_fill(~visible, 0)
+    return probs.masked_fill(dead, 0)
