@@ -18,6 +18,7 @@ of the values that nobody gave. Nothing here imports torch, so parsing and ``--h
 
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 import types
@@ -309,6 +310,7 @@ def _read_type(
     return hint, optional, count, choices
 
 
+@functools.cache  # a class's source does not change, and parsing it is most of parsing a command
 def _field_docs(cls: type[Config]) -> dict[str, str]:
     """Return the docstring that stands below each field in the source."""
     try:

@@ -103,12 +103,7 @@ def _adopt(
     stored: Mapping[str, Any],
     free: Mapping[str, Spec],
 ) -> Iterator[str]:
-    tokenizer = specs(TokenizerConfig)
-    keep_tokenizer = given.get("use_tokenizer_model_from_checkpoint_args", True)
-    # One tokenizer file named by the user replaces the stored tokenizer as a whole.
-    own_tokenizer = any(
-        name in given for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    )
+    tokenizer = specs(TokenizerConfig) if _has_other_tokenizer(given, stored) else {}
     for name, spec in free.items():
         if name not in stored:
             continue
@@ -121,9 +116,16 @@ def _adopt(
         elif name not in tokenizer:
             given[name] = _convert(spec, stored[name])
             origins[name] = "checkpoint"
-        elif keep_tokenizer and not own_tokenizer:
-            given[name] = _convert(spec, stored[name])
-            origins[name] = "checkpoint"
+
+
+def _has_other_tokenizer(given: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Return whether the user's tokenizer is of another kind, so that no stored file fits it."""
+    if not given.get("use_tokenizer_model_from_checkpoint_args", True):
+        return True
+    kind = given.get("tokenizer_type")
+    if kind is None and "vocab_file" in given and "merge_file" in given:
+        kind = "GPT2BPETokenizer"
+    return kind is not None and kind != stored.get("tokenizer_type")
 
 
 def _convert(spec: Spec, value: Any) -> Any:

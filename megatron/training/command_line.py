@@ -161,7 +161,8 @@ def _counted(flag: str, values: list[str], count: str) -> tuple[str, ...]:
 
 
 def _from_file(flag: str, value: Any, target: Spec | Row) -> list[Given]:
-    if isinstance(value, bool):
+    switch = isinstance(target, Row) or arity(target, flag) in ("0", "switch")
+    if isinstance(value, bool) and switch:
         is_constant = isinstance(target, Spec) and flag in map(normalise, target.constants)
         if value or not (isinstance(target, Row) or is_constant):
             return [Given(flag, () if value else (False,), "file", target)]
@@ -173,6 +174,8 @@ def _from_file(flag: str, value: Any, target: Spec | Row) -> list[Given]:
     if isinstance(target, Spec) and target.parse is not None:
         return [Given(flag, (value,), "file", target)]
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if arity(target, flag) == "1" and len(values) != 1:
+        raise UserError(f"{flag} takes one value, not {value!r}")
     return [Given(flag, values, "file", target)]
 
 

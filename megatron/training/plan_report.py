@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.datasets.config import DataConfig
-from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.pipeline_parallel.stages import split_layers
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes, human_count
@@ -82,15 +82,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
         f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x "
         f"data {config.data_parallel_size}"
     )
-    stages = _stages(config)
-    counts = [len(stage.layers) for stage in stages]
+    counts = [
+        len(layers)
+        for layers in split_layers(config.model.num_layers, parallel.pipeline_model_parallel_size)
+    ]
     yield f"layers per stage: {' '.join(map(str, counts))} = {sum(counts)}"
-
-
-def _stages(config: RunConfig) -> list[Stage]:
-    return accounting.make_stages(
-        config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    )
 
 
 def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
@@ -114,7 +110,9 @@ def _batches(config: RunConfig) -> Iterator[str]:
     )
     if not config.batch_sizes.is_constant:
         for first, consumed, size, count in config.batch_sizes.runs():
-            length = "to the end" if count is None else f"for {count:,} iterations"
+            length = (
+                "to the end" if count is None else f"for {count:,} iteration{'s' * (count > 1)}"
+            )
             yield f"  from iteration {first + 1:,} (sample {consumed:,}): {size} {length}"
     samples = config.total_samples
     yield (

@@ -1,0 +1,122 @@
+"""--use-checkpoint-args: what the checkpoint decides and what a flag may change."""
+
+from typing import Any
+
+import pytest
+
+from megatron.core.utils import UserError
+from megatron.training.arguments import ParsedRun, parse
+from megatron.training.config import RunConfig
+
+RUN = "--seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+MODEL = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --swiglu "
+    "--tokenizer-type NullTokenizer"
+)
+
+
+def stored(text: str = "") -> dict[str, Any]:
+    flat = parse(f"{RUN} {MODEL} --vocab-size 50 {text}".split()).config.flatten()
+    # As JSON gives it back.
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items()}
+
+
+def resume(text: str, checkpoint: dict[str, Any]) -> ParsedRun[RunConfig]:
+    words = f"{RUN} --load somewhere --use-checkpoint-args {text}".split()
+    return parse(words, stored_config=lambda folder, step: checkpoint)
+
+
+def test_the_architecture_comes_from_the_checkpoint() -> None:
+    run = resume("", stored("--window-size 8,0 --position-embedding-type rope"))
+    model = run.config.model
+    assert (model.num_layers, model.hidden_size, model.mlp.swiglu) == (3, 64, True)
+    assert model.attention.window_size == (8, 0)
+    assert run.origins["num_layers"] == run.origins["swiglu"] == "checkpoint"
+    assert any("--num-layers 3" in line for line in run.reports)
+
+
+def test_the_layout_the_schedule_and_the_data_do_not() -> None:
+    run = resume("", stored("--lr 0.5 --min-lr 0.1 --global-batch-size 8 --eod-mask-loss --bf16"))
+    assert run.config.schedule.lr == 1e-3 and run.config.schedule.min_lr == 0.0
+    assert run.config.training.global_batch_size == 2
+    assert not run.config.data.eod_mask_loss and not run.config.precision.bf16
+
+
+def test_ckpt_18_an_explicit_flag_beats_the_stored_dropout_and_says_so() -> None:
+    checkpoint = stored("--hidden-dropout 0.1 --attention-dropout 0.3")
+    run = resume("--hidden-dropout 0.0", checkpoint)
+    assert run.config.model.hidden_dropout == 0.0
+    assert run.origins["hidden_dropout"] == "flag"
+    assert any(
+        "--hidden-dropout 0.0 (flag)" in line and "checkpoint's 0.1" in line for line in run.reports
+    )
+    assert run.config.model.attention.attention_dropout == 0.3
+    assert run.origins["attention_dropout"] == "checkpoint"
+
+
+def test_ckpt_18_an_explicit_tokenizer_beats_the_stored_one() -> None:
+    checkpoint = stored("--tokenizer-type HuggingFaceTokenizer --tokenizer-model old.json")
+    run = resume("--tokenizer-model new.json", checkpoint)
+    tokenizer = run.config.tokenizer
+    assert (tokenizer.tokenizer_type, tokenizer.tokenizer_model) == (
+        "HuggingFaceTokenizer",
+        "new.json",
+    )
+    assert any("new.json (flag)" in line and "old.json" in line for line in run.reports)
+    kept = resume("", checkpoint)
+    assert kept.config.tokenizer.tokenizer_model == "old.json"
+    assert kept.origins["tokenizer_model"] == "checkpoint"
+
+
+def test_a_tokenizer_of_another_kind_takes_nothing_of_the_stored_one() -> None:
+    checkpoint = stored("--tokenizer-type HuggingFaceTokenizer --tokenizer-model old.json")
+    run = resume("--vocab-file v.json --merge-file m.txt", checkpoint)
+    assert run.config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert run.config.tokenizer.tokenizer_model is None
+    none = resume("--no-use-tokenizer-model-from-checkpoint-args", checkpoint)
+    assert none.config.tokenizer.tokenizer_model is None
+
+
+def test_a_contradiction_names_both_values() -> None:
+    with pytest.raises(UserError) as caught:
+        resume("--num-layers 4 --no-swiglu --rotary-base 500", stored())
+    message = str(caught.value)
+    assert "--num-layers 4 (flag) but the checkpoint has 3" in message
+    assert "--swiglu False" in message and "--rotary-base 500" in message
+
+
+def test_what_agrees_with_the_checkpoint_is_no_contradiction() -> None:
+    checkpoint = stored("--window-size 8,0")
+    run = resume("--num-layers 3 --window-size 8,0", checkpoint)
+    assert run.origins["num_layers"] == "flag"
+
+
+def test_a_longer_sequence_is_reported_but_not_past_a_learned_table() -> None:
+    checkpoint = stored("--position-embedding-type rope")
+    words = f"{RUN} --load x --use-checkpoint-args".replace("--seq-length 32", "--seq-length 64")
+    longer = parse(words.split(), stored_config=lambda folder, step: checkpoint)
+    assert longer.config.data.seq_length == 64
+    assert any("--seq-length 64 (flag)" in line for line in longer.reports)
+    with pytest.raises(UserError, match="--max-position-embeddings"):
+        parse(words.split(), stored_config=lambda folder, step: stored())
+
+
+def test_the_objective_is_the_checkpoints() -> None:
+    run = resume("", stored("--no-calculate-per-token-loss"))
+    assert run.config.training.calculate_per_token_loss is False
+
+
+def test_the_folder_and_the_iteration_are_passed_on() -> None:
+    asked = []
+
+    def reader(folder: str, step: int | None) -> dict[str, Any]:
+        asked.append((folder, step))
+        return stored()
+
+    parse(f"{RUN} --load here --ckpt-step 7 --use-checkpoint-args".split(), stored_config=reader)
+    assert asked == [("here", 7)]
+
+
+def test_a_folder_is_needed() -> None:
+    with pytest.raises(UserError, match="--load"):
+        parse(f"{RUN} {MODEL} --use-checkpoint-args".split(), stored_config=lambda f, s: {})

@@ -1,0 +1,234 @@
+"""Every flag of Megatron-LM has a status, and the documents say what the code does."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config import Spec, specs, spellings
+from megatron.core.utils import UserError
+from megatron.training import flag_status
+from megatron.training.arguments import Invocation, ParsedRun, parse
+from megatron.training.command_line import normalise
+from megatron.training.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+)
+TABLE = flag_status.load()
+BY_FLAG = {normalise(flag): row for flag, row in TABLE.items()}
+DECLARED: dict[str, Spec] = {
+    normalise(flag): spec
+    for cls in (RunConfig, Invocation)
+    for spec in specs(cls).values()
+    for flag in spellings(spec)
+}
+
+
+def megatron_flags() -> list[dict[str, str]]:
+    with open(ROOT / "tests/data/megatron_flags.tsv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+MEGATRON = megatron_flags()
+
+
+def run(text: str) -> ParsedRun[RunConfig]:
+    return parse(f"{BASE} {text}".split())
+
+
+def test_every_flag_of_megatron_has_a_status() -> None:
+    names = [name for row in MEGATRON for name in [row["flag"], *row["aliases"].split()]]
+    assert len(MEGATRON) == 885
+    assert [n for n in names if normalise(n) not in DECLARED and normalise(n) not in BY_FLAG] == []
+
+
+def test_a_flag_has_one_status() -> None:
+    assert sorted(set(DECLARED) & set(BY_FLAG)) == []
+
+
+def test_the_table_takes_as_many_values_as_megatron() -> None:
+    for row in MEGATRON:
+        kind, entry = row["type"], BY_FLAG.get(normalise(row["flag"]))
+        if kind.startswith("switch") or kind == "bool pair":
+            expected = "0"
+        else:
+            count = re.search(r"\[(\d+|\+|\*)\]", kind)
+            expected = count[1] if count else "1"
+        assert entry is None or entry.values == expected, row["flag"]
+
+
+@pytest.mark.parametrize("status", ["successor", "no effect", "refused"])
+def test_every_row_does_what_it_says(status: str) -> None:
+    rows = [row for row in TABLE.values() if row.status == status]
+    assert rows
+    for row in rows:
+        check_row(row)
+
+
+def check_row(row: flag_status.Row) -> None:
+    values = [] if row.values == "0" else ["3"] * (int(row.values) if row.values.isdigit() else 1)
+    if row.default:
+        values = [f"{row.default}9"]
+    text = " ".join([row.flag, *values])
+    assert row.why and "\t" not in row.why
+    if row.status == "refused":
+        with pytest.raises(UserError) as caught:
+            run(text)
+        assert row.flag in str(caught.value) and row.why in str(caught.value)
+        if row.default:
+            assert f"{row.flag} {row.default}" in run(f"{row.flag} {row.default}").no_effect
+        if row.dry_run:
+            assert any(text in note for note in run(f"{text} --dry-run").no_effect)
+    elif row.status == "no effect":
+        parsed = run(text)
+        assert text in parsed.no_effect and parsed.config == run("").config
+    else:
+        assert row.status == "successor"
+        flags = [word for word in row.expand(values) if word.startswith("--")]
+        assert flags and all(normalise(flag) in DECLARED for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("--batch-size 4 --global-batch-size 4", "micro_batch_size", 4),
+        ("--warmup 0.1", "lr_warmup_fraction", 0.1),
+        ("--model-parallel-size 1", "tensor_model_parallel_size", 1),
+        ("--use-flash-attn", "attention_backend", "flash"),
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--no-position-embedding", "position_embedding_type", "none"),
+        (
+            "--use-rotary-position-embeddings --no-position-embedding",
+            "position_embedding_type",
+            "rope",
+        ),
+        (
+            "--no-position-embedding --position-embedding-type alibi",
+            "position_embedding_type",
+            "alibi",
+        ),
+        ("--override-lr-scheduler", "override_opt_param_scheduler", True),
+        ("--num-key-value-heads 2", "num_query_groups", 2),
+        ("--dataloader-inter-document-masking", "reset_attention_mask", True),
+        ("--encoder-seq-length 16", "seq_length", 32),
+        ("--no-load-optim", "load_optim", False),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--persistent-save-interval 7", "save_interval", 7),
+        ("--num-workers 0", "num_workers", 0),
+    ],
+)
+def test_old_spellings_work_as_the_new_ones(text: str, name: str, value: object) -> None:
+    argv = [word for word in BASE.split()]
+    if "--batch-size" in text:
+        at = argv.index("--micro-batch-size")
+        del argv[at : at + 2]
+    parsed = parse([*argv, *text.split()])
+    assert parsed.config.flatten()[name] == value
+
+
+def test_renamed_flags_are_listed_once() -> None:
+    parsed = run("--use-flash-attn --use-flash-attn")
+    assert parsed.renamed == ("--use-flash-attn -> --attention-backend flash",)
+    assert parsed.lines()[0].count("--use-flash-attn") == 1
+
+
+def test_flags_without_effect_are_listed_in_one_line() -> None:
+    parsed = run(
+        "--data-impl mmap --use-mcore-models --DDP-impl local --no-gradient-accumulation-fusion"
+    )
+    (line,) = parsed.lines()
+    assert line.startswith("flags without effect: ")
+    for flag in ("--data-impl mmap", "--use-mcore-models", "--DDP-impl local"):
+        assert flag in line
+
+
+def test_all_refused_flags_are_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        run("--fp16 --num-experts 8 --zero-stage 1 --deepspeed --deepspeed_config ds.json")
+    message = str(caught.value)
+    for part in ("use --bf16", "--num-experts 8", "--use-distributed-optimizer", "DeepSpeed"):
+        assert part in message
+
+
+def test_zero_stage_0_asks_for_nothing() -> None:
+    assert "--zero-stage 0" in run("--zero-stage 0").no_effect
+
+
+def test_docs_flags_md_is_up_to_date() -> None:
+    tool = [sys.executable, "tools/generate_flag_docs.py", "--check"]
+    done = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def differences() -> dict[str, tuple[str, str]]:
+    """Return (Megatron's default, ours) by flag from docs/differences.md."""
+    text = (ROOT / "docs/differences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(--[^`]+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE)
+    return {flag: (theirs, ours) for flag, theirs, ours in rows}
+
+
+def megatron_default(row: dict[str, str], spec: Spec) -> object:
+    """Return what Megatron's default means for the field that a flag sets."""
+    text = row["default"]
+    if row["type"].startswith("switch"):
+        value = text == "True"
+        flag = normalise(row["flag"])
+        clears = flag == normalise(spec.negative or "--") or any(
+            normalise(name) == flag and constant is False
+            for name, constant in spec.constants.items()
+        )
+        # A switch that clears our field but sets a field of Megatron's own, as --no-load-optim.
+        return not value if clears and "true" in row["type"] else value
+    if text in ("None", ""):
+        return None
+    return () if text == "[]" else spec.convert(text if spec.count == "one" else [text])
+
+
+def test_every_default_is_megatrons_unless_a_difference_says_why() -> None:
+    found: dict[str, tuple[object, object]] = {}
+    for row in MEGATRON:
+        spec = DECLARED.get(normalise(row["flag"]))
+        if spec is not None and spec.name not in specs(Invocation):
+            theirs = megatron_default(row, spec)
+            if theirs != spec.default:
+                found[row["flag"]] = theirs, spec.default
+    stated = differences()
+    assert sorted(found) == sorted(stated)
+    for flag, (theirs, ours) in found.items():
+        shown = "derived" if DECLARED[flag].derived and ours is None else in_words(ours)
+        assert stated[flag] == (in_words(theirs), shown)
+
+
+def in_words(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value).removesuffix(".0")
+
+
+def test_no_flag_of_ours_reuses_a_megatron_name_with_another_number_of_values() -> None:
+    for row in MEGATRON:
+        spec = DECLARED.get(normalise(row["flag"]))
+        if spec is None or spec.parse is not None or row["type"] == "bool pair":
+            continue
+        is_switch = row["type"].startswith("switch")
+        assert is_switch == (spec.base is bool and spec.count == "one"), row["flag"]
+        if not is_switch:
+            assert ("[" in row["type"].split("{")[0]) == (spec.count != "one"), row["flag"]
+
+
+def test_every_field_is_read_somewhere() -> None:
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "pretrain_gpt.py"]
+    ]
+    text = "\n".join(sources)
+    unread = [
+        name for name in specs(RunConfig) if not re.search(rf"(\.{name}\b|[\"']{name}[\"'])", text)
+    ]
+    assert unread == []

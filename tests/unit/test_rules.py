@@ -1,0 +1,265 @@
+"""Rules across configs: each refuses what it is about, names flags and values, and nothing else."""
+
+import pytest
+
+from megatron.core.optimizer.schedule import Progress
+from megatron.core.utils import UserError
+from megatron.training import rules
+from megatron.training.arguments import ParsedRun, parse
+from megatron.training.config import RunConfig
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --mock-data"
+)
+DRY = f"{BASE} --dry-run --train-iters 10"
+
+
+def plan(text: str, base: str = DRY) -> ParsedRun[RunConfig]:
+    return parse(f"{base} {text}".split())
+
+
+def refused(text: str, base: str = DRY) -> str:
+    with pytest.raises(UserError) as caught:
+        plan(text, base)
+    return str(caught.value)
+
+
+def test_env_06_every_factor_is_named_with_its_flag_and_origin() -> None:
+    message = refused(
+        "--dry-run-world-size 4 --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
+    )
+    assert "--expert-tensor-parallel-size 2 (flag)" in message
+    assert "--expert-model-parallel-size 2 (flag)" in message
+    assert "--pipeline-model-parallel-size 2 (flag)" in message
+    assert "4 processes" in message and "multiple of 8" in message and "1, 2, 4" in message
+    derived = refused(
+        "--dry-run-world-size 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 4"
+    )
+    assert "--expert-tensor-parallel-size 2 (derived)" in derived
+
+
+def test_env_06_the_dense_product_too() -> None:
+    message = refused("--dry-run-world-size 6 --tensor-model-parallel-size 4")
+    assert "--tensor-model-parallel-size 4 (flag)" in message
+    assert "--context-parallel-size 1 (default)" in message and "such as 4 or 8" in message
+
+
+def test_env_07_a_dense_model_needs_no_sequence_parallelism() -> None:
+    plan("--dry-run-world-size 2 --tensor-model-parallel-size 2")
+    assert "--num-experts" in refused(
+        "--dry-run-world-size 2 --tensor-model-parallel-size 2 --num-experts 4"
+    )
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    assert "dense" in refused("--dry-run-world-size 2 --expert-model-parallel-size 2")
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_par_02_all_layers_are_there_or_the_run_is_refused(stages: int) -> None:
+    from megatron.training.plan_report import report
+
+    for layers in range(1, 41):
+        text = (
+            f"--num-layers {layers} --dry-run-world-size {stages} "
+            f"--pipeline-model-parallel-size {stages} --vocab-size 100"
+        )
+        if layers < stages:
+            assert "--num-layers" in refused(text)
+            continue
+        line = next(x for x in report(plan(text), "p").splitlines() if "layers per stage" in x)
+        counts = [int(word) for word in line.partition(":")[2].partition("=")[0].split()]
+        assert len(counts) == stages and sum(counts) == layers and max(counts) - min(counts) <= 1
+
+
+def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
+    message = refused("--num-layers 20 --decoder-last-pipeline-num-layers 1")
+    assert "--decoder-last-pipeline-num-layers 1" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("--num-attention-heads 7", ("--hidden-size (64)", "4 or 8 heads")),
+        (
+            "--dry-run-world-size 3 --tensor-model-parallel-size 3",
+            ("--num-attention-heads (8)", "size 2 or 4"),
+        ),
+        (
+            "--group-query-attention --num-query-groups 2 --num-attention-heads 8 "
+            "--dry-run-world-size 8 --tensor-model-parallel-size 8 --ffn-hidden-size 100",
+            ("--ffn-hidden-size (100, flag)", "96 or 104"),
+        ),
+        (
+            "--dry-run-world-size 2 --tensor-model-parallel-size 2 --padded-vocab-size 101",
+            ("--padded-vocab-size (101)", "100 or 102"),
+        ),
+        (
+            "--seq-length 30 --dry-run-world-size 4 --context-parallel-size 4",
+            ("--seq-length (30)", "24 or 32"),
+        ),
+        (
+            "--seq-length 30 --dry-run-world-size 4 --tensor-model-parallel-size 4 "
+            "--sequence-parallel",
+            ("--seq-length (30)", "--sequence-parallel", "28 or 32"),
+        ),
+        ("--max-position-embeddings 16", ("--max-position-embeddings (16)", "32")),
+        ("--global-batch-size 5", ("--global-batch-size (5)", "2 = ", "try 4 or 6")),
+        (
+            "--global-batch-size 1 --decrease-batch-size-if-needed",
+            ("--global-batch-size (1)", "less than 2"),
+        ),
+        (
+            "--rampup-batch-size 2 3 10 --global-batch-size 12",
+            ("from 2", "--global-batch-size 11 or 14"),
+        ),
+        ("--rampup-batch-size 3 3 10 --global-batch-size 12", ("divisible by 2", "2 or 4")),
+        ("--rampup-batch-size 16 2 10 --global-batch-size 12", ("(12)",)),
+        ("--rampup-batch-size 2 0 10 --global-batch-size 4", ("at least 1",)),
+        (
+            "--rampup-batch-size 2 2 10 --step-batch-size-schedule 0:2",
+            ("--rampup-batch-size", "--step-batch-size-schedule"),
+        ),
+        ("--step-batch-size-schedule 0:3", ("size 3", "2 or 4")),
+        (
+            "--step-batch-size-schedule 0:2,1K:4 --global-batch-size 8",
+            ("--global-batch-size (8)", "(4)"),
+        ),
+        ("--step-batch-size-schedule 5:2", ("start at 0",)),
+        ("--step-batch-size-schedule 0:2,3X:4", ("'3X'",)),
+        ("--train-samples 10", ("--train-iters (10)", "--train-samples (10)")),
+        ("--lr-warmup-iters 10", ("--lr-warmup-iters", "10 iterations")),
+        ("--lr-warmup-samples 5", ("--lr-warmup-samples (5)", "--train-iters")),
+        ("--lr-decay-style WSD", ("--lr-wsd-decay-iters",)),
+        ("--ckpt-step 3", ("--ckpt-step (3)", "--load")),
+        ("--exit-on-missing-checkpoint", ("--load",)),
+        ("--profile --profile-ranks 0 4", ("--profile-ranks", "4", "0 to 0")),
+    ],
+)
+def test_what_does_not_fit_is_named(text: str, parts: tuple[str, ...]) -> None:
+    message = refused(text)
+    for part in parts:
+        assert part in message, message
+
+
+def test_a_run_has_a_length_and_a_rate() -> None:
+    assert "--train-iters" in refused("", base=f"{BASE} --dry-run")
+    without = BASE.replace("--lr 1e-3", "")
+    assert "--lr" in refused("--train-iters 5 --dry-run", base=without)
+    plan("--skip-train --dry-run", base=without)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--kv-channels 10 --num-attention-heads 7",
+        "--max-position-embeddings 16 --position-embedding-type rope",
+        "--global-batch-size 5 --decrease-batch-size-if-needed",
+        "--rampup-batch-size 2 2 10 --global-batch-size 6",
+        "--rampup-batch-size 3 3 10 --global-batch-size 12 --decrease-batch-size-if-needed",
+        "--step-batch-size-schedule 0:2,1K:4",
+        "--dry-run-world-size 8 --tensor-model-parallel-size 8 --group-query-attention "
+        "--num-query-groups 2",
+        "--dry-run-world-size 3 --pipeline-model-parallel-size 3",
+        "--dry-run-world-size 16 --tensor-model-parallel-size 2 --context-parallel-size 2 "
+        "--sequence-parallel --pipeline-model-parallel-size 2",
+        "--profile-ranks 5",
+        "--transformer-impl transformer_engine --distributed-backend nccl --use-flash-attn",
+    ],
+)
+def test_what_fits_is_planned(text: str) -> None:
+    plan(text)
+
+
+def test_a_run_of_several_processes_is_for_a_later_version() -> None:
+    words = f"{BASE} --train-iters 10 --tensor-model-parallel-size 2".split()
+    with pytest.raises(UserError, match=r"--tensor-model-parallel-size \(2\).*later version"):
+        parse(words, world_size=2)
+    with pytest.raises(UserError, match=r"processes \(2\)"):
+        parse(f"{BASE} --train-iters 10".split(), world_size=2)
+
+
+def test_a_run_needs_data_and_a_plan_does_not() -> None:
+    without = BASE.replace("--mock-data", "--train-iters 10")
+    assert "--data-path" in refused("", base=without)
+    plan("--dry-run", base=without)
+
+
+def test_lr_05_lengths_in_iterations_hold_under_ramp_up() -> None:
+    config = plan(
+        "--micro-batch-size 8 --global-batch-size 16 --rampup-batch-size 8 8 160 --train-iters 100 "
+        "--lr-warmup-iters 10 --lr-decay-style WSD --lr-wsd-decay-iters 20 --min-lr 1e-4 "
+        "--lr-wsd-decay-style linear"
+    ).config
+    schedule, sizes = config.learning_schedule, config.batch_sizes
+    # 20 iterations of 8, then 80 of 16.
+    assert [sizes.samples(n) for n in (0, 1, 20, 21, 100)] == [0, 8, 160, 176, 1440]
+    assert config.total_iterations == 100 and config.total_samples == 1440
+
+    def rate(iteration: int) -> float:
+        return schedule.learning_rate(Progress(iteration, sizes.samples(iteration)))
+
+    assert rate(9) < rate(10) == 1e-3 == rate(80) > rate(81)
+    assert rate(100) == pytest.approx(1e-4, rel=1e-12)
+
+
+def test_lr_07_a_fraction_is_of_the_decay() -> None:
+    config = plan("--train-iters 350 --lr-warmup-fraction 0.1").config
+    rates = [config.learning_schedule.learning_rate_at(n) for n in range(351)]
+    rising = sum(later > earlier for earlier, later in zip(rates, rates[1:], strict=False))
+    assert rising == 35
+
+
+def test_device_cpu_maps_what_only_exists_on_cuda() -> None:
+    text = "--transformer-impl transformer_engine --distributed-backend nccl --use-flash-attn"
+    run = plan(f"{text} --device cpu")
+    assert run.config.process.distributed_backend == "gloo"
+    assert run.config.model.transformer_impl == run.config.model.attention_backend == "auto"
+    line = next(line for line in run.reports if "--device cpu" in line)
+    for flag in ("nccl", "transformer_engine", "flash"):
+        assert flag in line
+    rules.check_device(run.config, cuda_is_available=False)
+
+
+def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
+    config = plan("--distributed-backend nccl").config
+    rules.check_device(config, cuda_is_available=True)
+    with pytest.raises(UserError, match="--distributed-backend nccl.*--device cpu"):
+        rules.check_device(config, cuda_is_available=False)
+    with pytest.raises(UserError, match="--device cuda"):
+        rules.check_device(plan("--device cuda").config, cuda_is_available=False)
+    rules.check_device(plan("").config, cuda_is_available=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "idle"),
+    [
+        ("--save-interval 10", "--save-interval (no --save)"),
+        ("--sequence-parallel", "--sequence-parallel"),
+        ("--manual-gc-interval 5", "--manual-gc-interval"),
+        ("--finetune", "--finetune (no --load)"),
+    ],
+)
+def test_settings_that_change_nothing_are_listed(text: str, idle: str) -> None:
+    assert any(note.startswith(idle) for note in plan(text).no_effect)
+
+
+def test_settings_that_count_are_not_listed() -> None:
+    run = plan("--save-interval 10 --save x --manual-gc --manual-gc-interval 5 --finetune --load y")
+    assert run.no_effect == ()
+
+
+def test_uneven_masks_are_warned_of_once_unless_the_objective_is_chosen() -> None:
+    warned = plan("--eod-mask-loss").reports
+    assert sum("--no-calculate-per-token-loss" in line for line in warned) == 1
+    assert not plan("--eod-mask-loss --calculate-per-token-loss").reports
+    assert not plan("").reports
+
+
+def test_nearest_choices() -> None:
+    assert rules.nearest_multiples(5, 4) == "4 or 8"
+    assert rules.nearest_multiples(3, 4) == "4"
+    assert rules.nearest_of([1, 2, 4, 8], 3) == "2 or 4"
+    assert rules.divisors(12) == [1, 2, 3, 4, 6, 12]
