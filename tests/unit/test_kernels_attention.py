@@ -182,6 +182,18 @@ def test_decoding_in_pieces_equals_one_forward(backend, rule):
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [1, 9])
+def test_cached_keys_with_bias_and_sink_have_gradients_too(backend, width):
+    q, k, v = tensors(S=2, T=9)
+    extras = Extras(
+        query_positions_BS=torch.tensor([[3, 4], [0, 6]]),
+        bias=torch.randn(1, 4, 1, width, dtype=F64).requires_grad_(),
+        sink_n=torch.randn(4, dtype=F64).requires_grad_(),
+    )
+    check(backend, q, k, v, RULES["causal"], extras)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_recomputed_probabilities_give_the_same_gradients(monkeypatch, rule):
     monkeypatch.setattr(blocked, "KEPT", 0)

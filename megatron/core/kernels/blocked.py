@@ -51,6 +51,12 @@ def attention_blocked(
 ) -> Tensor:
     """Return what `attention_reference` returns."""
     assert extras.alibi_slopes_n is None or not extras.alibi_slopes_n.requires_grad
+    if extras.query_positions_BS is not None and rule.causal:
+        # Keys past the last query are room in a cache: leave them out of the copies below.
+        high = max(int(extras.query_positions_BS.max()) + 1, 1)
+        k_TBgD, v_TBgE = k_TBgD[:high], v_TBgE[:high]
+        if extras.bias is not None:
+            extras = replace(extras, bias=extras.bias[..., :high])
     out: Tensor = _Blocked.apply(q_SBnD, k_TBgD, v_TBgE, extras.sink_n, extras.bias, rule, extras)
     return out
 
@@ -243,7 +249,7 @@ class _Work:
         if sink is None and self.extras.bias is None and self.extras.query_positions_BS is None:
             # In place, as in backward: both read a row before they write it, and a buffer less is
             # a third of the time of the step between the products.
-            return torch.softmax(z, -1, out=z)
+            return torch.softmax(z, -1, out=z if z.is_cpu else None)
         if sink is None:
             return torch.softmax(z, -1).masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0)
         total = self.heads(torch.logsumexp(z, -1, keepdim=True))
@@ -276,7 +282,11 @@ class _Gradients:
             # The sink's value is zero, so its score gets -p_sink * sum(p * dp).
             delta = (probs * dp).sum(-1) * (1 - probs.sum(-1))
             self.sink -= work.heads(delta[..., None]).sum((0, 3, 4)).flatten()
-        dz = torch.ops.aten._softmax_backward_data.out(dp, probs, -1, dp.dtype, grad_input=dp)
+        backward = torch.ops.aten._softmax_backward_data
+        if dp.is_cpu:
+            dz = backward.out(dp, probs, -1, dp.dtype, grad_input=dp)
+        else:
+            dz = backward(dp, probs, -1, dp.dtype)
         if self.bias is not None:
             part = work.bias(tile, self.bias)
             part += work.heads(dz).flatten(1, 2).sum_to_size(part.shape)
