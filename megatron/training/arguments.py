@@ -28,7 +28,7 @@ from megatron.training.config import RunConfig
 from megatron.training.flag_status import Row
 
 C = TypeVar("C", bound=Config)
-StoredConfig = Callable[[str, int | None], Mapping[str, Any]]
+StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
 
 # Megatron's entry points each have a tokenizer of their own by default.
 PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -96,7 +96,7 @@ def parse(
         program: name of the entry point, which may have defaults of its own.
         world_size: number of processes that the launcher started; when absent, the dry run's.
         stored_config: given a checkpoint folder and an iteration (or None for the newest), return
-            the flat config stored there; needed for --use-checkpoint-args.
+            the flat config stored there, None if nothing is; needed for --use-checkpoint-args.
 
     Raises:
         UserError: anything that a user can fix.
@@ -113,7 +113,10 @@ def parse(
     reports: list[str] = []
     if values.get("use_checkpoint_args"):
         stored = _stored(values, stored_config)
-        reports += checkpoint_args.merge(values, origins, stored)
+        if stored is None:
+            reports.append("warning: --use-checkpoint-args: there is no checkpoint to take them from")
+        else:
+            reports += checkpoint_args.merge(values, origins, stored)
     no_effect = [*parsed.no_effect, *_idle_groups(values)]
     for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
         if values.get(name) is None:
@@ -307,12 +310,14 @@ def _idle_groups(values: dict[str, Any]) -> list[str]:
     return [f"--num-query-groups {groups} (no --group-query-attention)"]
 
 
-def _stored(values: Mapping[str, Any], reader: StoredConfig | None) -> Mapping[str, Any]:
-    folder = values.get("load") or values.get("pretrained_checkpoint")
-    if not folder:
+def _stored(values: Mapping[str, Any], reader: StoredConfig | None) -> Mapping[str, Any] | None:
+    """Return the config stored where the run will load from, None if it starts from scratch."""
+    load, pretrained = values.get("load"), values.get("pretrained_checkpoint")
+    if not (load or pretrained):
         raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
     assert reader is not None, "this entry point gives no reader of stored configs"
-    return reader(folder, values.get("ckpt_step"))
+    stored = reader(load, values.get("ckpt_step")) if load else None
+    return reader(pretrained, None) if stored is None and pretrained else stored
 
 
 def _write(path: str, program: str, flat: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:

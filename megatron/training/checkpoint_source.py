@@ -112,13 +112,10 @@ def _reasons(held: Catalog) -> str:
     return "\n  ".join(f"{path}: {reason}" for path, reason in held.ignored.items())
 
 
-def stored_config(folder: str, step: int | None) -> dict[str, Any]:
+def stored_config(folder: str, step: int | None) -> dict[str, Any] | None:
     """Return the flat config of the run that wrote a checkpoint, for --use-checkpoint-args.
 
-    Raises:
-        UserError: there is no checkpoint.
+    None when the folder is absent or empty.
     """
     found = find(folder, step, lambda line: None)
-    if found is None:
-        raise UserError(f"--use-checkpoint-args: {folder} holds no checkpoint")
-    return dict(found.index.facts.get("config", {}))
+    return None if found is None else dict(found.index.facts.get("config", {}))

@@ -120,3 +120,17 @@ def test_the_folder_and_the_iteration_are_passed_on() -> None:
 def test_a_folder_is_needed() -> None:
     with pytest.raises(UserError, match="--load"):
         parse(f"{RUN} {MODEL} --use-checkpoint-args".split(), stored_config=lambda f, s: {})
+
+
+def test_a_first_start_takes_the_pretrained_checkpoint_or_the_flags_alone() -> None:
+    words = f"{RUN} --load empty --use-checkpoint-args"
+    pretrained = parse(
+        f"{words} --pretrained-checkpoint base".split(),
+        stored_config=lambda folder, step: stored() if folder == "base" else None,
+    )
+    assert pretrained.origins["num_layers"] == "checkpoint"
+    alone = parse(f"{words} {MODEL}".split(), stored_config=lambda folder, step: None)
+    assert alone.config.model.num_layers == 3
+    assert any("no checkpoint" in line for line in alone.reports)
+    with pytest.raises(UserError, match="--num-layers"):
+        parse(words.split(), stored_config=lambda folder, step: None)

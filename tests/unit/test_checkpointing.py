@@ -380,8 +380,7 @@ def test_a_pretrained_checkpoint_gives_weights_until_the_run_has_its_own(tmp_pat
 def test_stored_config_is_what_use_checkpoint_args_reads(tmp_path: Path) -> None:
     Run(tmp_path).train(2).save()
     assert checkpoint_source.stored_config(str(tmp_path), None) == {"lr": 0.1, "split": [9, 1]}
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        checkpoint_source.stored_config(str(tmp_path / "absent"), None)
+    assert checkpoint_source.stored_config(str(tmp_path / "absent"), None) is None
 
 
 # Strictness and integrity, from the flags

@@ -1,0 +1,189 @@
+"""Parameters, memory and operations of a run, against models that are known or built."""
+
+import pytest
+import torch
+
+from megatron.core import rng
+from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.pipeline_parallel.stages import Stage, make_stages
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training import accounting
+from megatron.training.arguments import parse
+from megatron.training.config import RunConfig
+from megatron.training.plan_report import report
+
+SMALL = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"
+)
+CHOICES = [
+    "",
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
+    "--softmax-type learnable --kv-channels 24 --add-qkv-bias --disable-bias-linear",
+    "--qk-layernorm --geglu --apply-layernorm-1p --max-position-embeddings 50",
+    "--qk-layernorm --normalization RMSNorm --squared-relu --position-embedding-type none",
+]
+
+
+def config(text: str = "") -> RunConfig:
+    return parse(f"{SMALL} {text} --dry-run".split()).config
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_every_parameter_is_the_built_models(text: str) -> None:
+    model = config(text).model
+    built = GPTModel(model, Mesh.serial(), vocab_size=100, padded_vocab_size=128)
+    stage = Stage(range(model.num_layers))
+    planned = {p.name: p.shape for p in accounting.stage_parameters(model, 128, stage)}
+    assert planned == {name: tuple(p.shape) for name, p in built.named_parameters()}
+    assert accounting.parameter_count(model, 128) == sum(p.numel() for p in built.parameters())
+
+
+def test_published_sizes() -> None:
+    gpt2 = TransformerConfig.resolve(
+        num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024
+    )
+    assert accounting.parameter_count(gpt2, 50257) == 124_439_808
+    llama = {
+        "num_attention_heads": 32,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+    }
+    llama_2_7b = TransformerConfig.resolve(**llama, ffn_hidden_size=11008)
+    assert accounting.parameter_count(llama_2_7b, 32000) == 6_738_415_616
+    llama_3_8b = TransformerConfig.resolve(
+        **llama, ffn_hidden_size=14336, group_query_attention=True, num_query_groups=8
+    )
+    assert accounting.parameter_count(llama_3_8b, 128256) == 8_030_261_248
+
+
+@pytest.mark.parametrize(("text", "tp"), [("", 2), ("", 4), (CHOICES[1], 2)])
+def test_tensor_parallel_ranks_hold_the_model_together(text: str, tp: int) -> None:
+    model = config(f"{text} --dry-run-world-size {tp} --tensor-model-parallel-size {tp}").model
+    stage = Stage(range(3))
+    whole = {p.name: p.numel for p in accounting.stage_parameters(model, 128, stage)}
+    for part in accounting.stage_parameters(model, 128, stage, tp):
+        repeated = "norm" in part.name or "position" in part.name
+        repeated |= part.name.endswith(("linear_proj.bias", "linear_fc2.bias"))
+        assert part.numel * (1 if repeated else tp) == whole[part.name]
+
+
+def test_stages_hold_the_model_together() -> None:
+    model = config("--untie-embeddings-and-output-weights").model
+    parts = [
+        p.name
+        for stage in make_stages(3, 2)
+        for p in accounting.stage_parameters(model, 128, stage)
+    ]
+    assert parts == [p.name for p in accounting.stage_parameters(model, 128, Stage(range(3)))]
+
+
+def test_a_tied_head_is_repeated_on_the_last_stage() -> None:
+    model = config().model
+    last = make_stages(3, 2)[1]
+    names = [p.name for p in accounting.stage_parameters(model, 128, last)]
+    assert "output_layer.weight" in names
+
+
+@pytest.mark.parametrize(
+    "text", ["", "--bf16", "--fp64", "--optimizer sgd", "--optimizer sgd --sgd-momentum 0"]
+)
+def test_fixed_memory_is_the_optimizers_to_the_byte(text: str) -> None:
+    run = config(text)
+    mesh = Mesh.serial()
+    dtype = getattr(torch, run.precision.params_dtype)
+    model = GPTModel(run.model, mesh, vocab_size=100, padded_vocab_size=128, dtype=dtype)
+    rng.initialize(model, 1)
+    optimizer = build_optimizer(run.optimizer, [model], mesh, run.precision)
+    (planned,) = accounting.stage_memory(run, 128, 2)
+    assert planned.fixed == optimizer.memory()
+
+
+def test_operations_by_hand() -> None:
+    model = TransformerConfig.resolve(
+        num_layers=2, hidden_size=4, num_attention_heads=2, ffn_hidden_size=16
+    )
+    # Multiply-adds of a layer and token: qkv 4 x 12, out 4 x 4, fc1 and fc2 4 x 16 each; of scores
+    # and values 2 x 4 x 8 over a full square of 8 keys, half of it when causal. Head: 4 x 10.
+    per_token = 2 * (48 + 16 + 128 + 32) + 40
+    assert accounting.flops_per_sample(model, 8, 10) == 8 * per_token * 2 * 3
+
+
+def test_operations_are_megatrons_formula() -> None:
+    layers, hidden, heads, groups, inner, seq, rows = 5, 128, 8, 2, 352, 256, 1024
+    model = TransformerConfig.resolve(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=inner,
+        group_query_attention=True, num_query_groups=groups, swiglu=True,
+    )  # fmt: skip
+    attention = 12 * layers * hidden**2 * (1 + groups / heads + seq / hidden / 2)
+    mlp = 12 * layers * hidden * inner * 3 / 2
+    expected = seq * (attention + mlp + 6 * hidden * rows)
+    assert accounting.flops_per_sample(model, seq, rows) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["", "--dry-run-world-size 4 --pipeline-model-parallel-size 2"])
+def test_the_largest_micro_batch_just_fits(text: str) -> None:
+    run = config(text)
+    memory = 50e6
+    largest = accounting.largest_micro_batch(run, 128, memory)
+
+    def need(size: int) -> int:
+        return max(stage.total for stage in accounting.stage_memory(run, 128, size))
+
+    assert largest > 1 and need(largest) <= memory < need(largest + 1)
+    assert accounting.largest_micro_batch(run, 128, 1000) == 0
+
+
+def test_activations_grow_with_what_they_hold_and_shrink_with_what_splits_them() -> None:
+    def activations(text: str) -> int:
+        return accounting.stage_memory(config(text), 128, 2)[0].activations
+
+    base = activations("")
+    assert activations("--seq-length 64") == 2 * base
+    assert activations("--bf16") < base
+    assert activations("--hidden-dropout 0") < base
+    two = "--dry-run-world-size 2"
+    tensor = activations(f"{two} --tensor-model-parallel-size 2")
+    assert base / 2 < tensor < base
+    assert activations(f"{two} --tensor-model-parallel-size 2 --sequence-parallel") < tensor
+    assert activations(f"{two} --context-parallel-size 2") == base / 2
+
+
+def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
+    run = parse(
+        f"{SMALL} --dry-run --dry-run-world-size 8 --pipeline-model-parallel-size 2 "
+        "--global-batch-size 32 --lr-decay-style cosine --data-impl mmap "
+        "--tokenizer-type NullTokenizer".split()
+    )
+    text = report(run, "pretrain_gpt")
+    for part in (
+        "layers per stage: 2 1 = 3",
+        "data 4",
+        "micro-batch 2 x 4 replicas x 4 microbatches = global batch 32",
+        "10 iterations = 320 samples = 10.24K tokens",
+        "vocabulary 101 rows, padded to 128",
+        "FLOPs per iteration",
+        "stage 1:",
+        "largest micro-batch",
+        "--data-impl mmap",
+        "synthetic",
+    ):
+        assert part in text, text
+    assert text.count("weight decay") == 5
+
+
+def test_the_plan_without_data_or_tokenizer_says_so() -> None:
+    words = SMALL.replace("--mock-data", "--data-path nowhere").replace("--vocab-size 100", "")
+    text = report(parse(f"{words} --dry-run".split()), "pretrain_gpt")
+    assert "not read: nowhere.idx does not exist" in text
+    assert "vocabulary 50,257 rows" in text and "as a guess" in text
+    none = report(parse(f"{words} --dry-run".replace("--data-path nowhere", "").split()), "p")
+    assert "none named" in none
