@@ -114,10 +114,12 @@ def parse(
     if values.get("use_checkpoint_args"):
         stored = _stored(values, stored_config)
         if stored is None:
-            reports.append("warning: --use-checkpoint-args: there is no checkpoint to take them from")
+            reports.append(
+                "warning: --use-checkpoint-args: there is no checkpoint to take them from"
+            )
         else:
             reports += checkpoint_args.merge(values, origins, stored)
-    no_effect = [*parsed.no_effect, *_idle_groups(values)]
+    no_effect = [*parsed.no_effect, *_idle_groups(values, origins)]
     for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
         if values.get(name) is None:
             values[name] = value
@@ -302,11 +304,14 @@ def _origins(
     return {name: "derived" if name in derived else given.get(name, "default") for name in flat}
 
 
-def _idle_groups(values: dict[str, Any]) -> list[str]:
+def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[str]:
     """Set aside a number of query groups without the switch that makes it count in Megatron-LM."""
-    if "num_query_groups" not in values or values.get("group_query_attention"):
+    groups = values.get("num_query_groups")
+    is_given = origins.get("num_query_groups") in ("flag", "file")
+    idle = is_given and not values.get("group_query_attention")
+    if not idle or groups == values.get("num_attention_heads"):
         return []
-    groups = values.pop("num_query_groups")
+    del values["num_query_groups"]
     return [f"--num-query-groups {groups} (no --group-query-attention)"]
 
 

@@ -33,6 +33,7 @@ def test_the_architecture_comes_from_the_checkpoint() -> None:
     assert model.attention.window_size == (8, 0)
     assert run.origins["num_layers"] == run.origins["swiglu"] == "checkpoint"
     assert any("--num-layers 3" in line for line in run.reports)
+    assert run.no_effect == ()
 
 
 def test_the_layout_the_schedule_and_the_data_do_not() -> None:
