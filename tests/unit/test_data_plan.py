@@ -1,4 +1,4 @@
-"""Samples and epochs of each corpus before any index is built, against the data sets built later."""
+"""Samples and epochs of each corpus, before any index is built, are those of the data sets."""
 
 from pathlib import Path
 
