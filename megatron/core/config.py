@@ -247,7 +247,7 @@ def _fields(cls: type[Config]) -> dict[str, tuple[type[Config] | None, Any]]:
 
 
 def _walk(cls: type[Config]) -> Iterator[Spec]:
-    docs = _field_docs(cls)
+    docs = _field_docs(cls)  # type: ignore[arg-type]  # classes hash by identity
     declared = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name, (nested, hint) in _fields(cls).items():
         if nested:
