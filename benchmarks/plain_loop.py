@@ -83,6 +83,6 @@ def plain(size: Size, arch: str) -> Callable[[Tensor, Tensor], float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     return step

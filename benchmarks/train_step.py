@@ -168,7 +168,7 @@ def compare(size_name: str, arch: str, threads: int, rounds: int) -> dict[str, f
     for _ in range(rounds):
         for name in times:
             before = workers["gemm"].run(2)
-            seconds = workers[name].run(3)
+            seconds = workers[name].run(2)
             product = (before + workers["gemm"].run(2)) / 2
             times[name].append(seconds)
             rates[name].append(size.flops(arch) / seconds * product / (2.0 * GEMM**3))
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--size", nargs="+", default=["S", "M"], choices=list(SIZES))
     parser.add_argument("--arch", nargs="+", default=["gpt2", "llama"], choices=["gpt2", "llama"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
