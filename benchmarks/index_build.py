@@ -7,9 +7,13 @@ Nothing is read or written: what is measured is what stands between ``.idx`` and
 
 import argparse
 import resource
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.datasets import samples
 from megatron.core.datasets.blend_index import blend_by_weight

@@ -30,7 +30,7 @@ def main(names: list[str]) -> int:
         commands = {
             "train_step": ["train_step.py", "--size", "S", "M"],
             "preprocess": ["preprocess.py", plain_text(folder), "--mb", "30"],
-            "index_build": ["index_build.py"],
+            "index_build": ["index_build.py", "--documents", "100_000_000"],
             "kernels": ["kernels.py"],
         }
         unknown = sorted(set(names) - set(commands))
