@@ -26,6 +26,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
+from megatron.core.utils import UserError
+
 T = TypeVar("T", bound="Config")
 Origin = Literal["flag", "file", "checkpoint", "derived", "default"]
 
@@ -94,6 +96,41 @@ class Config:
             value = getattr(self, item.name)
             flat.update(value.flatten() if isinstance(value, Config) else {item.name: value})
         return flat
+
+
+def flag_of(cls: type[Config], name: str) -> str:
+    """Return the flag of a field of a config tree, for messages.
+
+    Raises:
+        KeyError: no config of the tree has such a field.
+    """
+    for owner in (cls, *_classes(cls)):
+        if name in owner.__dataclass_fields__:
+            return _flag(owner.__dataclass_fields__[name])
+    raise KeyError(name)
+
+
+def check_at_least(config: Config, bound: int, *names: str) -> None:
+    """Refuse fields of ``config`` whose value is below ``bound``; None passes.
+
+    Raises:
+        UserError: the first one that is.
+    """
+    limit = "must not be negative" if bound == 0 else f"must be at least {bound}"
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= bound:  # NaN fails too
+            raise UserError(f"{flag_of(type(config), name)} ({value}) {limit}")
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON gives it back: tuples are lists."""
+    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def as_words(value: Any) -> str:
+    """Return a value as one writes it on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,7 +296,7 @@ def _walk(cls: type[Config]) -> Iterator[Spec]:
 def _spec(owner: type[Config], item: dataclasses.Field[Any], hint: Any, help_text: str) -> Spec:
     meta = item.metadata
     base, optional, count, literal = _read_type(owner, item.name, hint, meta.get("parse"))
-    flag = meta.get("flag") or "--" + item.name.replace("_", "-")
+    flag = _flag(item)
     aliases = meta.get("aliases") or ()
     constants = dict(aliases) if isinstance(aliases, Mapping) else {}
     negative = "--no-" + flag.removeprefix("--") if base is bool and count == "one" else None
@@ -283,6 +320,10 @@ def _spec(owner: type[Config], item: dataclasses.Field[Any], hint: Any, help_tex
         parse=meta.get("parse"),
         metavar=meta.get("metavar"),
     )
+
+
+def _flag(item: dataclasses.Field[Any]) -> str:
+    return item.metadata.get("flag") or "--" + item.name.replace("_", "-")
 
 
 def _read_type(

@@ -2,10 +2,13 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+
+Say = Callable[[str], None]
+"""Prints a line, or not: on rank 0 only, to a log ..."""
 
 
 class UserError(ValueError):

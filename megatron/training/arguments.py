@@ -33,7 +33,6 @@ StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
 # Megatron's entry points each have a tokenizer of their own by default.
 PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "pretrain_gpt": {"tokenizer_type": "GPT2BPETokenizer"},
-    "pretrain_t5": {"tokenizer_type": "BertWordPieceLowerCase"},
 }
 
 

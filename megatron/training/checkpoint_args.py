@@ -9,7 +9,7 @@ is *adopted* comes from the checkpoint unless it was given; a difference is repo
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.config import Origin, Spec, specs
+from megatron.core.config import Origin, Spec, as_json, as_words, specs
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import InitConfig, TransformerConfig
 from megatron.core.utils import UserError
@@ -66,8 +66,8 @@ def merge(
     if stored.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = specs(TransformerConfig)["max_position_embeddings"]
     conflicts = [
-        f"{spec.flag} {_show(given[name])} ({origins[name]}) but the checkpoint has "
-        f"{_show(stored[name])}"
+        f"{spec.flag} {as_words(given[name])} ({origins[name]}) but the checkpoint has "
+        f"{as_words(stored[name])}"
         for name, spec in fixed.items()
         if name in given and name in stored and not _same(given[name], stored[name])
     ]
@@ -92,7 +92,7 @@ def _take_fixed(
             given[name] = _convert(spec, stored[name])
             origins[name] = "checkpoint"
             if given[name] != spec.default:
-                taken.append(f"{spec.flag} {_show(given[name])}")
+                taken.append(f"{spec.flag} {as_words(given[name])}")
     if taken:
         yield f"from the checkpoint: {', '.join(taken)}"
 
@@ -110,8 +110,8 @@ def _adopt(
         if name in given:
             if not _same(given[name], stored[name]):
                 yield (
-                    f"{spec.flag} {_show(given[name])} ({origins[name]}) replaces the "
-                    f"checkpoint's {_show(stored[name])}"
+                    f"{spec.flag} {as_words(given[name])} ({origins[name]}) replaces the "
+                    f"checkpoint's {as_words(stored[name])}"
                 )
         elif name not in tokenizer:
             given[name] = _convert(spec, stored[name])
@@ -137,12 +137,4 @@ def _convert(spec: Spec, value: Any) -> Any:
 
 def _same(given: Any, stored: Any) -> bool:
     """Compare values, a stored JSON list being a tuple."""
-    return bool(_plain(given) == _plain(stored))
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _show(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return bool(as_json(given) == as_json(stored))

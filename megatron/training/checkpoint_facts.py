@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core.config import as_json
 from megatron.core.dist_checkpointing.load import LoadReport
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import schedule as schedules
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
-from megatron.training.checkpoint_source import Say
+from megatron.core.utils import Say
 from megatron.training.config import CheckpointConfig
 
 
@@ -103,17 +104,12 @@ def compare(facts: Mapping[str, Any], run: RunFacts, mesh: Mesh, say: Say, *, fr
         )
     stored = facts.get("config", {})
     different = [
-        f"{name} {stored[name]} -> {_plain(value)}"
+        f"{name} {stored[name]} -> {as_json(value)}"
         for name, value in run.config.items()
-        if name in stored and stored[name] != _plain(value)
+        if name in stored and stored[name] != as_json(value)
     ]
     if different:
         say(f"settings that differ from the checkpoint's: {', '.join(different)}")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON gives it back."""
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tell(report: LoadReport, config: CheckpointConfig, say: Say) -> None:

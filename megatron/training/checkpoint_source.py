@@ -5,7 +5,6 @@ claims to be a checkpoint but no complete one is an error, since starting over w
 What was passed over is always named.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.catalog import Catalog, Found
 from megatron.core.dist_checkpointing.format import INDEX, CheckpointError, open_complete
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError
 from megatron.training.config import CheckpointConfig
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

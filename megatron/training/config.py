@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.datasets.config import DataConfig
 from megatron.core.grid import ParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
@@ -126,18 +126,10 @@ class TrainingConfig(Config):
         return {"global_batch_size": size}
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "global_batch_size", "exit_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
-        for name in ("train_iters", "train_samples", "manual_gc_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UserError(f"--{name.replace('_', '-')} ({value}) must not be negative")
-        if isinstance(self.exit_duration_in_mins, int) and self.exit_duration_in_mins < 1:
-            raise UserError(
-                f"--exit-duration-in-mins ({self.exit_duration_in_mins}) must be at least 1"
-            )
+        check_at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval")
+        check_at_least(self, 0, "train_iters", "train_samples", "manual_gc_interval")
+        if self.exit_duration_in_mins != "auto":
+            check_at_least(self, 1, "exit_duration_in_mins")
         if not 0 <= self.exit_code_on_early_stop <= 255:
             raise UserError(
                 f"--exit-code-on-early-stop ({self.exit_code_on_early_stop}) must be 0 to 255"
@@ -238,10 +230,7 @@ class CheckpointConfig(Config):
     """Under --use-checkpoint-args, take the tokenizer too, unless the command line names one."""
 
     def __post_init__(self) -> None:
-        for name in ("save_interval", "save_retain_interval", "save_keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+        check_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
 
 
 class LoggingConfig(Config):
@@ -307,10 +296,9 @@ class LoggingConfig(Config):
     """Append one JSON object per iteration, with full precision, to this file."""
 
     def __post_init__(self) -> None:
-        for name in ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"):
-            value = getattr(self, name)
-            if value < 1:
-                raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+        check_at_least(
+            self, 1, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size"
+        )
 
 
 class HealthConfig(Config):
@@ -381,13 +369,7 @@ class ProcessConfig(Config):
     """Processes that a dry run plans for; a run takes this from its launcher."""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UserError(f"--dry-run-world-size ({self.world_size}) must be at least 1")
-        if self.distributed_timeout_minutes < 1:
-            raise UserError(
-                f"--distributed-timeout-minutes ({self.distributed_timeout_minutes}) must be at "
-                "least 1"
-            )
+        check_at_least(self, 1, "world_size", "distributed_timeout_minutes")
 
 
 class RunConfig(Config):

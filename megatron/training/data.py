@@ -9,12 +9,11 @@ from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.plan import positions
 from megatron.core.datasets.sources import read_sources
+from megatron.core.utils import Say
 from megatron.training.config import RunConfig
 
 if TYPE_CHECKING:  # a dry run asks for sizes without importing torch
     from megatron.training.batches import Samples
-
-Say = Callable[[str], None]
 
 
 class RunData(Protocol):

@@ -18,10 +18,9 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError
 from megatron.training import checkpoint_source, checkpointing
 
-Say = Callable[[str], None]
 Stream = Callable[[int, str], None]
 """Called with (number of the prompt, new text)."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.utils import Say
 from megatron.training import log_line
 from megatron.training.writers import Writer
 
@@ -67,7 +68,7 @@ class Metrics:
         self,
         facts: Facts,
         writers: Sequence[Writer],
-        out: Callable[[str], None],
+        out: Say,
         *,
         show_throughput: bool = False,
     ) -> None:

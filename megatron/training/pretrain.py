@@ -25,6 +25,7 @@ from megatron.core.optimizer.schedule import Schedule, build_schedule
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
+from megatron.core.utils import Say
 from megatron.training import (
     accounting,
     log_line,
@@ -119,7 +120,7 @@ class Job:
         config: RunConfig,
         mesh: Mesh,
         program: Program,
-        say: Callable[[str], None],
+        say: Say,
         clock: startup.StartupClock,
         started: float,
     ) -> None:
@@ -405,7 +406,7 @@ class Job:
         return save
 
 
-def _printer(rank: int) -> Callable[[str], None]:
+def _printer(rank: int) -> Say:
     """Return what prints a line at once, on rank 0 only."""
     if rank != 0:
         return lambda line: None

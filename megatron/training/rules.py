@@ -8,7 +8,7 @@ hold for every run and for a dry run; `check_built` those of a run that is to st
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from megatron.core.config import Origin
+from megatron.core.config import Origin, flag_of
 from megatron.core.pipeline_parallel.stages import split_layers
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
@@ -390,8 +390,8 @@ def warnings(config: RunConfig, origins: Origins) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """Return the flag of a field."""
-    return "--" + name.replace("_", "-")
+    """Return the flag of a field of the run."""
+    return flag_of(RunConfig, name)
 
 
 def divisors(number: int) -> list[int]:

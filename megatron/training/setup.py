@@ -6,7 +6,7 @@ on CUDA needs CUBLAS_WORKSPACE_CONFIG before the first matrix product.
 
 import os
 import random
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.mesh import Mesh
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch, local_device
 
@@ -24,7 +24,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 def create_mesh(
     config: RunConfig,
     launch: Launch,
-    say: Callable[[str], None],
+    say: Say,
     environ: MutableMapping[str, str] = os.environ,
 ) -> Mesh:
     """Choose the device, connect the processes and return this run's mesh.
@@ -73,7 +73,7 @@ def set_threads(
     device: torch.device,
     launch: Launch,
     environ: MutableMapping[str, str],
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Share the cores between the processes of a machine, unless OMP_NUM_THREADS says how."""
     if device.type != "cpu" or launch.world_size == 1 or "OMP_NUM_THREADS" in environ:
@@ -84,9 +84,7 @@ def set_threads(
     say(f"threads per process: {threads} (set OMP_NUM_THREADS to choose)")
 
 
-def be_deterministic(
-    device: torch.device, environ: MutableMapping[str, str], say: Callable[[str], None]
-) -> None:
+def be_deterministic(device: torch.device, environ: MutableMapping[str, str], say: Say) -> None:
     """Make torch refuse operations whose results differ from run to run."""
     if device.type == "cuda" and _CUBLAS not in environ:
         environ[_CUBLAS] = ":4096:8"

@@ -31,11 +31,6 @@ class ExitSignal:
     ) -> None:
         signal.signal(self.number, self._previous)  # type: ignore[arg-type]
 
-    @property
-    def name(self) -> str:
-        """Return the signal's name, such as ``SIGTERM``."""
-        return signal.Signals(self.number).name
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = True
         signal.signal(self.number, signal.SIG_DFL)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core import sharding
-from megatron.core.config import Origin
+from megatron.core.config import Origin, as_words
 from megatron.core.mesh import Mesh
 from megatron.core.utils import human_count
 
@@ -81,7 +81,7 @@ def settings_lines(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     lines = ["settings that are not defaults:"]
     for name, (value, origin) in shown.items():
         label = f"  {name} ".ljust(48, ".")
-        lines.append(f"{label} {_plain(value)}" + (f" ({origin})" if origin != "flag" else ""))
+        lines.append(f"{label} {as_words(value)}" + (f" ({origin})" if origin != "flag" else ""))
     return lines
 
 
@@ -99,7 +99,3 @@ def parameter_table(model: nn.Module) -> list[str]:
         f"{human_count(sum(sizes)):>9}"
         for (name, shape), sizes in groups.items()
     ]
-
-
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.optimizer.schedule import Schedule
+from megatron.core.utils import Say
 from megatron.training import log_line, memory
 from megatron.training.batch_size import BatchSizes
 from megatron.training.batches import Batches
@@ -49,7 +50,7 @@ class Parts:
     garbage: Garbage
     save: Callable[[TrainState, bool], None] | None
     """Writes a checkpoint of a state, told whether it is the last; None when nothing is saved."""
-    say: Callable[[str], None]
+    say: Say
     flops_per_sample: float
 
 

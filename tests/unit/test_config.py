@@ -5,7 +5,16 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron.core.config import Config, option, resolve, specs, spellings
+from megatron.core.config import (
+    Config,
+    check_at_least,
+    flag_of,
+    option,
+    resolve,
+    specs,
+    spellings,
+)
+from megatron.core.utils import UserError
 
 
 class Inner(Config):
@@ -119,3 +128,27 @@ def test_bad_values_name_the_flag(name: str, value: Any, message: str) -> None:
 def test_configs_are_frozen() -> None:
     with pytest.raises(AttributeError):
         Outer.resolve(size=1).size = 2  # type: ignore[misc]
+
+
+class Named(Config):
+    inner: Inner
+    size: int = option()
+    world_size: int | None = option(None, flag="--dry-run-world-size")
+
+
+def test_a_message_names_the_flag_that_a_field_has() -> None:
+    assert flag_of(Named, "world_size") == "--dry-run-world-size"
+    assert flag_of(Named, "width") == "--width"
+    with pytest.raises(KeyError):
+        flag_of(Named, "depth")
+
+
+def test_a_bound_is_checked_field_by_field() -> None:
+    config = Named.resolve(size=1, world_size=0)
+    check_at_least(config, 1, "size")
+    check_at_least(config, 0, "size", "world_size")
+    check_at_least(Named.resolve(size=1), 1, "world_size")
+    with pytest.raises(UserError, match=r"^--dry-run-world-size \(0\) must be at least 1$"):
+        check_at_least(config, 1, "size", "world_size")
+    with pytest.raises(UserError, match=r"^--size \(-1\) must not be negative$"):
+        check_at_least(Named.resolve(size=-1), 0, "size")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, flag_of, option
 from megatron.core.datasets.split import parse_split
 from megatron.core.utils import UserError
 
@@ -93,14 +93,8 @@ class DataConfig(Config):
         return derived
 
     def __post_init__(self) -> None:
-        if self.seq_length < 1:
-            raise UserError(f"--seq-length ({self.seq_length}) must be at least 1")
-        for name in ("num_workers", "mid_level_dataset_surplus"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{_flag(name)} ({getattr(self, name)}) must not be negative")
-        for name in ("num_dataset_builder_threads", "index_build_timeout"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{_flag(name)} ({getattr(self, name)}) must be at least 1")
+        check_at_least(self, 1, "seq_length", "num_dataset_builder_threads", "index_build_timeout")
+        check_at_least(self, 0, "num_workers", "mid_level_dataset_surplus")
         sources = self.sources
         if len(sources) > 1 and set(sources) - set(map(_flag, PER_SPLIT)):
             raise UserError(f"{' and '.join(sources)} each name the data; keep one of them")
@@ -125,4 +119,4 @@ class DataConfig(Config):
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return flag_of(DataConfig, name)

@@ -1,7 +1,7 @@
 """Joining token files: the documents of several pairs, one after the other, in one new pair."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed import (
     read_index,
 )
 from megatron.core.datasets.preprocess.report import read_json, sidecar_path, write_json
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError
 
 
 def find_prefixes(given: Sequence[str]) -> list[str]:
@@ -40,7 +40,7 @@ def merge(
     output_prefix: str,
     *,
     mix_tokenizers: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> None:
     """Write the documents of all pairs, in order, as one pair that appears when it is complete.
 
@@ -88,9 +88,7 @@ def _checked(prefix: str) -> Index:
     return index
 
 
-def _joined_note(
-    prefixes: Sequence[str], mix_tokenizers: bool, say: Callable[[str], None]
-) -> dict[str, Any] | None:
+def _joined_note(prefixes: Sequence[str], mix_tokenizers: bool, say: Say) -> dict[str, Any] | None:
     """Return what holds for all parts, or None when some part has no note."""
     missing = [prefix for prefix in prefixes if not sidecar_path(prefix).is_file()]
     notes = {p: read_json(sidecar_path(p)) for p in prefixes if p not in missing}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config import flag_of
 from megatron.core.datasets.config import PER_SPLIT, DataConfig
 from megatron.core.datasets.indexed import idx_path
 from megatron.core.datasets.split import SPLITS, Share, Split, split_matrix
@@ -83,7 +84,7 @@ def _blends_per_split(config: DataConfig) -> dict[Split, Blend | None]:
     path = config.per_split_data_args_path
     if path is None:
         lists: list[Any] = [getattr(config, name) for name in PER_SPLIT]
-        names = ["--" + name.replace("_", "-") for name in PER_SPLIT]
+        names = [flag_of(DataConfig, name) for name in PER_SPLIT]
     else:
         try:
             content = json.loads(_read(path, "--per-split-data-args-path"))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, flag_of, option
 from megatron.core.utils import UserError
 
 
@@ -37,17 +37,15 @@ class OptimizerConfig(Config):
     """Momentum of SGD."""
 
     def __post_init__(self) -> None:
-        for name in ("weight_decay", "clip_grad", "sgd_momentum"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise UserError(f"{_flag(name)} ({value}) must not be negative")
+        check_at_least(self, 0, "weight_decay", "clip_grad", "sgd_momentum")
         # Weights that never get a gradient would otherwise become 0 / 0.
         if not self.adam_eps > 0:
             raise UserError(f"--adam-eps ({self.adam_eps}) must be above 0")
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise UserError(f"{_flag(name)} ({value}) must be at least 0 and below 1")
+                flag = flag_of(OptimizerConfig, name)
+                raise UserError(f"{flag} ({value}) must be at least 0 and below 1")
 
 
 class ScheduleConfig(Config):
@@ -131,8 +129,7 @@ class ScheduleConfig(Config):
             )
 
     def _check_rates(self) -> None:
-        if not self.min_lr >= 0:
-            raise UserError(f"--min-lr ({self.min_lr}) must not be negative")
+        check_at_least(self, 0, "min_lr")
         if self.lr is None:
             return
         if not self.lr >= self.min_lr:
@@ -143,13 +140,8 @@ class ScheduleConfig(Config):
             )
 
     def _check_lengths(self) -> None:
-        for name in ("lr_decay_iters", "lr_decay_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{_flag(name)} ({value}) must be at least 1")
-        for name in ("lr_warmup_iters", "lr_warmup_samples"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{_flag(name)} ({getattr(self, name)}) must not be negative")
+        check_at_least(self, 1, "lr_decay_iters", "lr_decay_samples")
+        check_at_least(self, 0, "lr_warmup_iters", "lr_warmup_samples")
         if self.lr_warmup_fraction is not None:
             if not 0 <= self.lr_warmup_fraction < 1:
                 raise UserError(
@@ -158,8 +150,9 @@ class ScheduleConfig(Config):
                 )
             for name in ("lr_warmup_iters", "lr_warmup_samples"):
                 if getattr(self, name):
+                    flag = flag_of(ScheduleConfig, name)
                     raise UserError(
-                        f"--lr-warmup-fraction ({self.lr_warmup_fraction}) and {_flag(name)} "
+                        f"--lr-warmup-fraction ({self.lr_warmup_fraction}) and {flag} "
                         f"({getattr(self, name)}) both give the warm-up; drop one"
                     )
 
@@ -180,7 +173,3 @@ class ScheduleConfig(Config):
             raise UserError(
                 f"--start-weight-decay ({start}) must be from 0 to --end-weight-decay ({end})"
             )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

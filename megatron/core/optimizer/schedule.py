@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from megatron.core.config import flag_of
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.utils import UserError
 
@@ -182,10 +183,8 @@ def _check_unit(config: ScheduleConfig, unit: Unit) -> None:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         value = getattr(config, f"{name}_{other}")
         if value:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{flag}-{other} ({value}) does not go with {mine}; give {flag}-{given}"
-            )
+            wrong, right = (flag_of(ScheduleConfig, f"{name}_{end}") for end in (other, given))
+            raise UserError(f"{wrong} ({value}) does not go with {mine}; give {right}")
 
 
 def _check_lengths(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError, nearest
 
 TOKENIZER_TYPES = (
@@ -113,14 +113,8 @@ class TokenizerConfig(Config):
     def __post_init__(self) -> None:
         if self.tokenizer_type is not None and self.tokenizer_type not in TOKENIZER_TYPES:
             tokenizer_type(self.tokenizer_type)
-        for name in ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
-        for name in ("vocab_extra_ids", "tiktoken_num_special_tokens"):
-            if getattr(self, name) < 0:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} ({getattr(self, name)}) must not be negative")
+        check_at_least(self, 1, "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by")
+        check_at_least(self, 0, "vocab_extra_ids", "tiktoken_num_special_tokens")
         names = self.tokenizer_special_tokens or ()
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated or "" in names:

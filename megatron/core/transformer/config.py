@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
 
 
@@ -243,14 +243,15 @@ class AttentionConfig(Config):
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return one group per head and heads that fill the hidden size."""
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
-        derived = {"kv_channels": hidden // heads}
+        derived = {"kv_channels": hidden // max(heads, 1)}
         # Megatron's default is 1 group, which counts only with the switch.
         derived["num_query_groups"] = 1 if values["group_query_attention"] else heads
         return derived
 
     def __post_init__(self) -> None:
+        check_at_least(self, 1, "num_attention_heads", "num_query_groups", "kv_channels")
         heads, groups = self.num_attention_heads, self.num_query_groups
-        if heads <= 0 or groups <= 0 or heads % groups:
+        if heads % groups:
             raise UserError(
                 f"--num-attention-heads ({heads}) must be a multiple of --num-query-groups "
                 f"({groups}); try {[n for n in range(1, heads + 1) if heads % n == 0]} groups"
@@ -330,11 +331,7 @@ class TransformerConfig(Config):
     """Implementation of the other operations; `auto` takes the fastest there is."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.hidden_size < 1:
-            raise UserError(
-                f"--num-layers ({self.num_layers}) and --hidden-size ({self.hidden_size}) "
-                "must be at least 1"
-            )
+        check_at_least(self, 1, "num_layers", "hidden_size")
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise UserError(f"--hidden-dropout ({self.hidden_dropout}) must lie in [0, 1)")
         self._check_patterns()

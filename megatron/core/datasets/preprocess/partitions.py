@@ -22,9 +22,7 @@ from megatron.core.datasets.preprocess import report
 from megatron.core.datasets.preprocess.report import Counts
 from megatron.core.datasets.preprocess.run import Job, check_kept, encode_spans, write_report
 from megatron.core.datasets.preprocess.sources import share
-from megatron.core.utils import UserError, human_count
-
-Say = Callable[[str], None]
+from megatron.core.utils import Say, UserError, human_count
 
 
 def folder_of(job: Job) -> Path:
