@@ -2,12 +2,9 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from megatron.core import comm, sharding
@@ -17,18 +14,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init, Region, Sharding
-
-
-def _worker(rank: int, store: str, body: Callable[[int], None]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        body(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def two_processes(tmp_path: Path, body: Callable[[int], None]) -> None:
-    mp.spawn(_worker, (str(tmp_path / "store"), body), nprocs=2)
+from tests.harness import Pool
 
 
 class Share(nn.Module):
@@ -98,6 +84,6 @@ def _data_parallel(rank: int) -> None:
 
 
 @pytest.mark.parametrize("body", [_tensor_parallel, _data_parallel])
-def test_two_ranks_end_with_the_whole_gradient(tmp_path: Path, body: Callable[[int], None]) -> None:
+def test_two_ranks_end_with_the_whole_gradient(pool: Pool, body: Callable[[int], None]) -> None:
     """Each logical element is summed over the ranks that hold a part, and counted once."""
-    two_processes(tmp_path, body)
+    pool.run(2, body)
