@@ -33,11 +33,6 @@ class Health:
             deque(maxlen=SPIKE_WINDOW) if config.check_for_spiky_loss else None
         )
 
-    @property
-    def active(self) -> bool:
-        """Return whether anything has to be looked at after each iteration."""
-        return self.checks or self.limit > 0 or self._losses is not None
-
     def non_finite(self, what: str, iteration: int, samples: range) -> None:
         """Count an iteration that was not finite; its update has been left out.
 

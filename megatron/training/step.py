@@ -134,9 +134,8 @@ class TrainStep:
 
     def _judge(self, plan: Plan, totals: Totals, update: Update) -> StepResult:
         """Let `health` look at an update that the optimizer has made or refused."""
-        nan = False
-        if self.health.active and not math.isfinite(float(update.grad_norm)):
-            nan = True
+        nan = not update.updated
+        if nan:
             names = non_finite_gradients(self.model)
             what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
             if names:

@@ -210,6 +210,18 @@ def test_without_checks_a_bad_iteration_is_counted_and_the_run_goes_on() -> None
     assert result.skipped and result.nan
 
 
+def test_without_checks_a_gradient_that_the_optimizer_refuses_is_counted_too() -> None:
+    step = make_step(health=HealthConfig(check_for_nan_in_loss_and_grad=False))
+    before = step.model.embedding.detach().clone()
+    hook = step.model.head.register_hook(lambda grad: grad * float("inf"))
+    result, _, _ = run(global_batch([100] * 4), 2, step=step)
+    assert result.skipped and result.nan
+    assert torch.equal(before, step.model.embedding)
+    hook.remove()
+    result, _, _ = run(global_batch([100] * 4), 2, step=step)
+    assert not result.skipped and not result.nan
+
+
 def test_a_reason_to_stop_travels_with_the_totals() -> None:
     step = make_step()
     plan = Plan(iteration=1, samples=range(4), learning_rate=0.0, weight_decay=0.0)
