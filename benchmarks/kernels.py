@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/kernels.py [--repeats 7]
 
 Seconds are CPU seconds of this process, which other load barely moves; both sides of a pair take
-turns. Sizes S and M are (sequence, batch, hidden, heads, gated width, vocabulary).
+turns. Sizes S and M are (sequence, batch, hidden, heads, gated width).
 """
 
 import argparse
@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.kernels import activation, matmul, norm, rope  # noqa: E402
 from megatron.core.kernels.attention import Extras, Packing, Rule  # noqa: E402
 from megatron.core.kernels.blocked import attention_blocked  # noqa: E402
-from megatron.core.kernels.cross_entropy import Head, linear_cross_entropy  # noqa: E402
 from megatron.core.kernels.sdpa import attention_sdpa  # noqa: E402
 
-SIZES = {"S": (256, 8, 256, 8, 704, 8192), "M": (512, 4, 512, 8, 1408, 16384)}
+SIZES = {"S": (256, 8, 256, 8, 704), "M": (512, 4, 512, 8, 1408)}
 Pair = tuple[Callable[[], Tensor], Callable[[], Tensor], list[Tensor]]
 
 
@@ -68,16 +67,14 @@ def rotate_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def other_pairs(S: int, B: int, H: int, n: int, width: int, vocabulary: int) -> dict[str, Pair]:
-    """Everything of a layer but attention, and the head."""
+def other_pairs(S: int, B: int, H: int, n: int, width: int) -> dict[str, Pair]:
+    """Everything of a layer but attention."""
     x, w, b, wide = leaf(S, B, H), leaf(H), leaf(H), leaf(S, B, 2 * width)
-    q, matrix = leaf(S, B, n, H // n), (torch.randn(vocabulary, H) * 0.02).requires_grad_()
-    labels = torch.randint(0, vocabulary, (S * B,))
+    q = leaf(S, B, n, H // n)
     cos, sin = rope.rope_tables(
         rope.inverse_frequencies(H // n, 10000.0), torch.arange(S), torch.float32
     )
     wide_cos, wide_sin = cos[:, None, None], sin[:, None, None]
-    head = Head(vocab_size=vocabulary)
     half = [leaf(128, H).to(torch.bfloat16).detach().requires_grad_() for _ in range(2)]
     return {
         "layer norm": (
@@ -96,14 +93,9 @@ def other_pairs(S: int, B: int, H: int, n: int, width: int, vocabulary: int) -> 
             [q],
         ),
         "swiglu": (
-            lambda: activation.by_name("swiglu")(wide),
+            lambda: activation.ACTIVATIONS["swiglu"](wide),
             lambda: F.silu(wide.chunk(2, -1)[0]) * wide.chunk(2, -1)[1],
             [wide],
-        ),
-        "head and cross entropy": (
-            lambda: linear_cross_entropy(x.view(-1, H), matrix, labels, head).mean(),
-            lambda: F.cross_entropy(F.linear(x.view(-1, H), matrix), labels),
-            [x, matrix],
         ),
         "bf16 linear": (lambda: matmul.linear(*half), lambda: F.linear(*half), half),
     }
@@ -121,8 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     repeats = parser.parse_args().repeats
-    for name, (S, B, H, n, width, vocabulary) in SIZES.items():
-        pairs = attention_pairs(S, B, H, n) | other_pairs(S, B, H, n, width, vocabulary)
+    for name, (S, B, H, n, width) in SIZES.items():
+        pairs = attention_pairs(S, B, H, n) | other_pairs(S, B, H, n, width)
         for label, (ours, plain, inputs) in pairs.items():
             grad = torch.randn_like(ours())
             times: tuple[list[float], list[float]] = ([], [])

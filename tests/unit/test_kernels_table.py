@@ -39,7 +39,6 @@ def test_auto_takes_the_best_for_the_device(packages):
     assert table.choose("attention", "auto", CUDA, torch.bfloat16) == "sdpa"
     assert table.choose("rms_norm", "auto", CPU, torch.float64) == "function"
     assert table.choose("rms_norm", "auto", CUDA, torch.float32) == "torch"
-    assert table.choose("linear", "auto", CPU, torch.float32) == "torch"
     packages["flash_attn"] = object()
     probe.missing.cache_clear()
     assert table.choose("attention", "auto", CUDA, torch.bfloat16) == "flash_attn"

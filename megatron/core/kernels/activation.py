@@ -143,8 +143,3 @@ GATED: dict[str, Activation] = {
 }
 ACTIVATIONS: dict[str, Activation] = PLAIN | GATED
 """Every activation by the name configs use."""
-
-
-def by_name(name: str) -> Activation:
-    """Return the activation that a config names."""
-    return ACTIVATIONS[name]

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels.dtypes import accumulate_dtype
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -98,11 +100,6 @@ NONE = Extras()
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Rule, Extras], Tensor]
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of ``dtype`` values are taken: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def attention_reference(
     q_SBnD: Tensor, k_TBgD: Tensor, v_TBgE: Tensor, rule: Rule, extras: Extras = NONE
 ) -> Tensor:
@@ -110,67 +107,66 @@ def attention_reference(
     S, B, n, _ = q_SBnD.shape
     T, g = k_TBgD.shape[0], k_TBgD.shape[2]
     dtype = accumulate_dtype(q_SBnD.dtype)
-    q = q_SBnD.to(dtype).permute(1, 2, 0, 3)
+    q_BnSD = q_SBnD.to(dtype).permute(1, 2, 0, 3)
     # Each group's key and value serve n / g heads in a row.
-    k = k_TBgD.to(dtype).permute(1, 2, 0, 3).repeat_interleave(n // g, 1)
-    v = v_TBgE.to(dtype).permute(1, 2, 0, 3).repeat_interleave(n // g, 1)
-    scores = q @ k.transpose(-1, -2) * rule.scale
+    k_BnTD = k_TBgD.to(dtype).permute(1, 2, 0, 3).repeat_interleave(n // g, 1)
+    v_BnTE = v_TBgE.to(dtype).permute(1, 2, 0, 3).repeat_interleave(n // g, 1)
+    scores_BnST = q_BnSD @ k_BnTD.transpose(-1, -2) * rule.scale
     if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    distance = key_distance(S, T, extras.query_positions_BS, q.device)[:, None]
+        scores_BnST = rule.softcap * torch.tanh(scores_BnST / rule.softcap)
+    distance_B1ST = key_distance(S, T, extras.query_positions_BS, q_SBnD.device)
     if extras.alibi_slopes_n is not None:
-        scores = scores - extras.alibi_slopes_n.to(dtype)[:, None, None] * distance.abs()
+        slopes_n11 = extras.alibi_slopes_n.to(dtype)[:, None, None]
+        scores_BnST = scores_BnST - slopes_n11 * distance_B1ST.abs()
     if extras.bias is not None:
-        scores = scores + extras.bias
-    visible = visible_keys(distance, rule, extras.packing, B)
-    probs = softmax(scores, visible, extras.sink_n)
+        scores_BnST = scores_BnST + extras.bias
+    visible_B1ST = visible_keys(distance_B1ST, rule, extras.packing, B)
+    probs_BnST = softmax(scores_BnST, visible_B1ST, extras.sink_n)
     if extras.dropout_p > 0:
         with extras.dropout_scope or nullcontext():
-            probs = F.dropout(probs, extras.dropout_p)
-    return (probs @ v).permute(2, 0, 1, 3).to(q_SBnD.dtype)
+            probs_BnST = F.dropout(probs_BnST, extras.dropout_p)
+    return (probs_BnST @ v_BnTE).permute(2, 0, 1, 3).to(q_SBnD.dtype)
 
 
 def key_distance(S: int, T: int, query_positions_BS: Tensor | None, device: torch.device) -> Tensor:
-    """Return position of key - position of query in [B or 1, S, T]."""
-    keys = torch.arange(T, device=device)
+    """Return position of key - position of query as distance_B1ST; B is 1 where samples agree."""
+    keys_T = torch.arange(T, device=device)
     if query_positions_BS is None:
-        return (keys - torch.arange(S, device=device)[:, None])[None]
-    return keys - query_positions_BS[..., None]
+        return (keys_T - torch.arange(S, device=device)[:, None])[None, None]
+    return (keys_T - query_positions_BS[..., None])[:, None]
 
 
 def visible_keys(
-    distance: Tensor, rule: Rule, packing: Packing | None, batch: int
+    distance_B1ST: Tensor, rule: Rule, packing: Packing | None, batch: int
 ) -> Tensor | None:
-    """Return which keys count, broadcasting to [B, n, S, T]; None when all do."""
+    """Return which keys count, as visible_B1ST with B = 1 where samples agree; None when all do."""
     parts = []
     if rule.causal:
-        parts.append(distance <= 0)
+        parts.append(distance_B1ST <= 0)
     left, right = rule.window or (-1, -1)
     if left >= 0:
-        parts.append(distance >= -left)
+        parts.append(distance_B1ST >= -left)
     if right >= 0 and not (rule.causal and right == 0):
-        parts.append(distance <= right)
+        parts.append(distance_B1ST <= right)
     if packing is not None:
-        ids = packing.document_ids(batch, distance.shape[-1])
-        parts.append((ids[:, :, None] == ids[:, None, :])[:, None])
-    visible = None
+        ids_BS = packing.document_ids(batch, distance_B1ST.shape[-1])
+        parts.append((ids_BS[:, :, None] == ids_BS[:, None, :])[:, None])
+    visible_B1ST = None
     for part in parts:
-        visible = part if visible is None else visible & part
-    return visible
+        visible_B1ST = part if visible_B1ST is None else visible_B1ST & part
+    return visible_B1ST
 
 
-def softmax(scores: Tensor, visible: Tensor | None, sink_n: Tensor | None) -> Tensor:
+def softmax(scores_BnST: Tensor, visible_B1ST: Tensor | None, sink_n: Tensor | None) -> Tensor:
     """Return probabilities over the visible keys; rows without any are zero."""
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+    if visible_B1ST is not None:
+        scores_BnST = scores_BnST.masked_fill(~visible_B1ST, -torch.inf)
     # A row of -inf alone would give NaN here and in backward: it is computed as a row of zeros,
     # and dropped.
-    dead = scores.amax(-1, keepdim=True) == -torch.inf
-    scores = scores.masked_fill(dead, 0)
-    if sink_n is not None:
-        sink = sink_n.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sink), -1)
-    probs = torch.softmax(scores, -1)
-    if sink_n is not None:
-        probs = probs[..., :-1]
-    return probs.masked_fill(dead, 0)
+    dead_BnS1 = scores_BnST.amax(-1, keepdim=True) == -torch.inf
+    scores_BnST = scores_BnST.masked_fill(dead_BnS1, 0)
+    if sink_n is None:
+        return torch.softmax(scores_BnST, -1).masked_fill(dead_BnS1, 0)
+    sink_BnS1 = sink_n.to(scores_BnST.dtype)[:, None, None].expand(*scores_BnST.shape[:-1], 1)
+    probs_BnST = torch.softmax(torch.cat((scores_BnST, sink_BnS1), -1), -1)[..., :-1]
+    return probs_BnST.masked_fill(dead_BnS1, 0)

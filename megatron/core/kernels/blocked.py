@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.attention import NONE, Extras, Rule, accumulate_dtype
+from megatron.core.kernels.attention import NONE, Extras, Rule
+from megatron.core.kernels.dtypes import accumulate_dtype
 
 TILE = 64
 """Queries of a tile: few enough to skip most of the masked triangle, enough for the BLAS."""

@@ -1,13 +1,15 @@
 """Matrix products, with a detour for CPUs that are slow in half precision.
 
 A CPU without AMX or the half-precision AVX-512 extensions multiplies bf16 and fp16 matrices many
-times slower than fp32 ones. There the ``upcast`` backend computes in fp32 and rounds once, which
-is also what tensor cores do.
+times slower than fp32 ones. There a product is computed in fp32 and rounded once, which is also
+what tensor cores do. That depends on the machine alone, so every call decides it (`upcast_pays`),
+and the table of backends has no row for it.
+
+Shapes: N rows (of a batch: every leading dim), I inner or input features, O output features.
 """
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,65 +39,33 @@ def upcast_pays(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in FAST and not FAST[dtype] & cpu_features()
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a_NI: Tensor, b_IO: Tensor) -> Tensor:
     """Return a @ b in their dtype, by way of fp32 where that is quicker."""
-    if not upcast_pays(a.device, a.dtype):
-        return a @ b
-    return (a.to(torch.float32) @ b.to(torch.float32)).to(a.dtype)
+    if not upcast_pays(a_NI.device, a_NI.dtype):
+        return a_NI @ b_IO
+    return (a_NI.to(torch.float32) @ b_IO.to(torch.float32)).to(a_NI.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, by the quicker of the two backends below."""
-    backend = linear_upcast if upcast_pays(x.device, x.dtype) else linear_torch
-    return backend(x, weight, bias)
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias in their dtype, by way of fp32 where that is quicker."""
+    if not upcast_pays(x_NI.device, x_NI.dtype):
+        return F.linear(x_NI, weight_OI, bias_O)
+    wide_bias_O = None if bias_O is None else bias_O.to(torch.float32)
+    y_NO = F.linear(x_NI.to(torch.float32), weight_OI.to(torch.float32), wide_bias_O)
+    return y_NO.to(x_NI.dtype)
 
 
-def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias."""
-    return F.linear(x, weight, bias)
+def accumulate_wgrad(grad_weight_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
+    """Add grad.T @ x to ``grad_weight_OI``, in the buffer's dtype (fp32 under half weights).
 
-
-def linear_upcast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, computed in at least fp32 and rounded to the dtype of ``x``."""
-    out: Tensor = _UpcastLinear.apply(x, weight, bias)
-    return out
-
-
-class _UpcastLinear(torch.autograd.Function):
-    """Saves its arguments in their own dtype, not the fp32 copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        wide_bias = None if bias is None else bias.to(dtype)
-        return F.linear(x.to(dtype), weight.to(dtype), wide_bias).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        g = grad.to(dtype)
-        rows = g.reshape(-1, g.shape[-1])
-        dx = (g @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = db = None
-        if ctx.needs_input_grad[1]:
-            dw = (rows.t() @ x.reshape(-1, x.shape[-1]).to(dtype)).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            db = rows.sum(0).to(ctx.bias_dtype)
-        return dx, dw, db
-
-
-def accumulate_wgrad(grad_weight: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """Add grad_out.T @ x to ``grad_weight``, in the buffer's dtype (fp32 under half weights).
-
-    Leading dims of ``grad_out`` and ``x`` are flattened.
+    The product is rounded to the buffer's dtype, never to half on the way: CUDA's products of
+    halves can be had in fp32, as they are summed anyway; elsewhere the factors are converted.
     """
-    g, x = (t.reshape(-1, t.shape[-1]) for t in (grad_out, x))
-    if g.dtype == grad_weight.dtype:
-        grad_weight.addmm_(g.t(), x)
-    elif g.device.type == "cpu":
-        grad_weight.addmm_(g.t().to(grad_weight.dtype), x.to(grad_weight.dtype))
+    if grad_NO.dtype == grad_weight_OI.dtype:
+        grad_weight_OI.addmm_(grad_NO.t(), x_NI)
+    elif grad_NO.device.type == "cuda" and grad_weight_OI.dtype == torch.float32:
+        # Not `addmm` with an out_dtype: its first argument must have the factors' dtype.
+        grad_weight_OI.add_(torch.mm(grad_NO.t(), x_NI, out_dtype=torch.float32))
     else:
-        grad_weight.add_(g.t() @ x)
+        wide = grad_weight_OI.dtype
+        grad_weight_OI.addmm_(grad_NO.t().to(wide), x_NI.to(wide))

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.dtypes import accumulate_dtype
+
 
 def inverse_frequencies(dim: int, base: float, interpolation: float | None = None) -> Tensor:
     """Return base ** (-2i / dim) in fp64; linear interpolation divides positions by its factor."""
@@ -87,7 +89,7 @@ def rope_tables(
     ``concentration`` multiplies both (YaRN's mscale). Tables of a half-precision model are fp32.
     """
     angles = positions.to(torch.float64)[..., None] * inv_freq_f.to(positions.device)
-    dtype = torch.promote_types(dtype, torch.float32)
+    dtype = accumulate_dtype(dtype)
     return (angles.cos() * concentration).to(dtype), (angles.sin() * concentration).to(dtype)
 
 

@@ -22,24 +22,24 @@ def attention_sdpa(
     """Return what `attention_reference` returns."""
     if extras.sink_n is not None or rule.softcap is not None or _only_window(rule, extras):
         return attention_blocked(q_SBnD, k_TBgD, v_TBgE, rule, extras)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnD, k_TBgD, v_TBgE))
-    mask = _mask(q_SBnD, k_TBgD, rule, extras)
+    q_BnSD, k_BgTD, v_BgTE = (x.permute(1, 2, 0, 3) for x in (q_SBnD, k_TBgD, v_TBgE))
+    mask_BnST = _mask(q_SBnD, k_TBgD, rule, extras)
     scope = extras.dropout_scope if extras.dropout_p > 0 else None
     with scope or nullcontext():
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
+        out_BnSE = F.scaled_dot_product_attention(
+            q_BnSD,
+            k_BgTD,
+            v_BgTE,
+            attn_mask=mask_BnST,
             dropout_p=extras.dropout_p,
-            is_causal=rule.causal and mask is None,
+            is_causal=rule.causal and mask_BnST is None,
             scale=rule.scale,
-            enable_gqa=k.shape[1] != q.shape[1],
+            enable_gqa=k_BgTD.shape[1] != q_BnSD.shape[1],
         )
-    if mask is not None and (extras.bias is not None or extras.query_positions_BS is not None):
-        dead = ~mask if mask.dtype == torch.bool else mask == -torch.inf
-        out = out.masked_fill(dead.all(-1, keepdim=True), 0)
-    return out.permute(2, 0, 1, 3)
+    if mask_BnST is not None and not (extras.bias is None and extras.query_positions_BS is None):
+        hidden_BnST = ~mask_BnST if mask_BnST.dtype == torch.bool else mask_BnST == -torch.inf
+        out_BnSE = out_BnSE.masked_fill(hidden_BnST.all(-1, keepdim=True), 0)
+    return out_BnSE.permute(2, 0, 1, 3)
 
 
 def _only_window(rule: Rule, extras: Extras) -> bool:
@@ -48,19 +48,19 @@ def _only_window(rule: Rule, extras: Extras) -> bool:
 
 
 def _mask(q_SBnD: Tensor, k_TBgD: Tensor, rule: Rule, extras: Extras) -> Tensor | None:
-    """Return a boolean or additive mask in [B or 1, n or 1, S, T]; None for plain attention."""
+    """Return a boolean or additive mask_BnST, with B and n 1 where those agree; None for none."""
     plain = rule.window is None and extras.packing is None and extras.query_positions_BS is None
     if plain and extras.bias is None and extras.alibi_slopes_n is None:
         return None
     S, T, B = q_SBnD.shape[0], k_TBgD.shape[0], q_SBnD.shape[1]
-    distance = key_distance(S, T, extras.query_positions_BS, q_SBnD.device)[:, None]
-    visible = visible_keys(distance, rule, extras.packing, B)
+    distance_B1ST = key_distance(S, T, extras.query_positions_BS, q_SBnD.device)
+    visible_B1ST = visible_keys(distance_B1ST, rule, extras.packing, B)
     if extras.bias is None and extras.alibi_slopes_n is None:
-        return visible
-    added = q_SBnD.new_zeros(()) if extras.bias is None else extras.bias.to(q_SBnD.dtype)
+        return visible_B1ST
+    added_BnST = q_SBnD.new_zeros(()) if extras.bias is None else extras.bias.to(q_SBnD.dtype)
     if extras.alibi_slopes_n is not None:
-        slopes = extras.alibi_slopes_n.to(q_SBnD.device)[:, None, None]
-        added = added - (slopes * distance.abs()).to(q_SBnD.dtype)
-    if visible is not None:
-        added = added.masked_fill(~visible, -torch.inf)
-    return added[(None,) * (4 - added.dim())]
+        slopes_n11 = extras.alibi_slopes_n.to(q_SBnD.device)[:, None, None]
+        added_BnST = added_BnST - (slopes_n11 * distance_B1ST.abs()).to(q_SBnD.dtype)
+    if visible_B1ST is not None:
+        added_BnST = added_BnST.masked_fill(~visible_B1ST, -torch.inf)
+    return added_BnST[(None,) * (4 - added_BnST.dim())]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.kernels import attention, blocked, flash, matmul, norm, rope, sdpa
+from megatron.core.kernels import attention, blocked, flash, norm, rope, sdpa
 from megatron.core.kernels.probe import INSTALL, missing
 from megatron.core.utils import UserError, nearest
 
@@ -25,13 +25,6 @@ def works(device: torch.device, dtype: torch.dtype) -> str | None:
 def only_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return a reason on every device but the CPU."""
     return None if device.type == "cpu" else f"it is written for the CPU, this is {device.type}"
-
-
-def slow_half(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return a reason where products are quick in their own dtype."""
-    if matmul.upcast_pays(device, dtype):
-        return None
-    return f"{device.type} multiplies {dtype} quickly by itself"
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,6 @@ TABLE: dict[str, dict[str, Backend]] = {
     "rope": {
         "function": Backend(rope.apply_rope),
         "reference": Backend(rope.apply_rope_reference),
-    },
-    "linear": {
-        "upcast": Backend(matmul.linear_upcast, slow_half),
-        "torch": Backend(matmul.linear_torch),
     },
 }
 """Op -> backend -> implementation, best first."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm, rng
+from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy
@@ -97,7 +98,7 @@ class LanguageHead(nn.Module):
     def logits(self, x_SBH: Tensor) -> Tensor:
         """Return ``[B, S, vocab_size]`` logits in fp32 or better; for inference."""
         logits_SBv = self.local_logits(x_SBH)
-        logits_SBv = logits_SBv.to(torch.promote_types(logits_SBv.dtype, torch.float32))
+        logits_SBv = logits_SBv.to(accumulate_dtype(logits_SBv.dtype))
         if self.axis.size > 1:
             logits_vSB = comm.all_gather(logits_SBv.movedim(-1, 0).contiguous(), self.axis)
             logits_SBv = logits_vSB.movedim(0, -1)

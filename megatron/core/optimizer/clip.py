@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.dtypes import accumulate_dtype
+
 # A plain fp32 reduction over 10^7 elements is off by 10^-3; over rows of this length by 10^-9.
 _ROW = 4096
 
@@ -19,7 +21,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the fp64 sum of squares of all elements of one-dimensional tensors."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        dtype = accumulate_dtype(tensor.dtype)
         rows = tensor.numel() // _ROW
         if rows:
             norms = torch.linalg.vector_norm(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Axis
 from megatron.core.tensor_parallel.embedding import VocabularyRows
 
@@ -31,8 +32,7 @@ class _CrossEntropy(torch.autograd.Function):
         axis: Axis,
         smoothing: float,
     ) -> Tensor:
-        accumulate = torch.promote_types(logits_Nv.dtype, torch.float32)
-        shifted_Nv = logits_Nv.to(accumulate) if logits_Nv.dtype != accumulate else logits_Nv
+        shifted_Nv = logits_Nv.to(accumulate_dtype(logits_Nv.dtype))
         valid_Nv = shifted_Nv[:, : rows.valid]
         if rows.valid:
             largest_N = valid_Nv.amax(1)
@@ -58,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
         comm.all_reduce(sums_3N, axis)
         target_logit_N, total_N, all_logits_N = sums_3N
         log_total_N = total_N.log()
-        loss_N = log_total_N - target_logit_N
+        loss_N: Tensor = log_total_N - target_logit_N
         if smoothing:
             mean_N = log_total_N - all_logits_N / rows.vocab_size
             loss_N = (1 - smoothing) * loss_N + smoothing * mean_N
