@@ -370,6 +370,9 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
         notes.append("--sequence-parallel (--tensor-model-parallel-size is 1)")
     if "manual_gc_interval" in given and not config.training.manual_gc:
         notes.append("--manual-gc-interval (no --manual-gc)")
+    if not config.data.fim.fim_data:
+        idle = [name for name in config.data.fim.flatten() if name in given - {"fim_data"}]
+        notes += [f"{flag(name)} (no --fim-data)" for name in idle]
     if config.checkpoint.finetune and not (
         config.checkpoint.load or config.checkpoint.pretrained_checkpoint
     ):

@@ -11,6 +11,55 @@ LEGACY_SPLIT = "969, 30, 1"
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
+class FimConfig(Config):
+    """Fill-in-the-middle: some documents of a sample are permuted to prefix, suffix, middle."""
+
+    fim_data: bool = option(False)
+    """Permute documents of samples, so that the model learns to fill in the middle."""
+
+    fim_rate: float = option(0.5)
+    """Share of documents that are permuted."""
+
+    fim_spm_rate: float = option(0.5)
+    """Share of permuted documents whose suffix comes before the prefix."""
+
+    fim_split_sample: str | None = option(None, metavar="TOKEN")
+    """Token that parts a document into fragments (a repository into files), which are then permuted
+    one by one; --fim-rate says in which share of such documents."""
+
+    fim_fragment_rate: float | None = option(None)
+    """Share of fragments that are permuted, under --fim-split-sample."""
+
+    fim_no_prefix: str | None = option(None, metavar="TEXT")
+    """Leave documents and fragments that start with this text as they are."""
+
+    fim_prefix_token: str = option("<fim_prefix>", metavar="TOKEN")
+    """Token before the prefix."""
+
+    fim_middle_token: str = option("<fim_middle>", metavar="TOKEN")
+    """Token before the middle."""
+
+    fim_suffix_token: str = option("<fim_suffix>", metavar="TOKEN")
+    """Token before the suffix."""
+
+    fim_pad_token: str = option("<fim_pad>", metavar="TOKEN")
+    """Token that fills up a sample that became shorter."""
+
+    fim_eod_token: str = option("<|endoftext|>", metavar="TOKEN")
+    """Token at which documents end."""
+
+    def __post_init__(self) -> None:
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"{flag_of(FimConfig, name)} ({value}) must be between 0 and 1")
+        if self.fim_data and self.fim_split_sample is not None and self.fim_fragment_rate is None:
+            raise UserError(
+                f"--fim-split-sample {self.fim_split_sample!r} needs --fim-fragment-rate, the "
+                "share of fragments to permute"
+            )
+
+
 class DataConfig(Config):
     """Where the samples come from and how they are cut from the corpora."""
 
@@ -82,6 +131,8 @@ class DataConfig(Config):
     index_build_timeout: int = option(1800)
     """Seconds that a process waits for index files that another process builds."""
 
+    fim: FimConfig
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Choose the order of samples and the split that goes with the source."""
@@ -95,6 +146,8 @@ class DataConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "seq_length", "num_dataset_builder_threads", "index_build_timeout")
         check_at_least(self, 0, "num_workers", "mid_level_dataset_surplus")
+        if self.mock_data and self.fim.fim_data:
+            raise UserError("--fim-data permutes text, but --mock-data has none; drop one of them")
         sources = self.sources
         if len(sources) > 1 and set(sources) - set(map(_flag, PER_SPLIT)):
             raise UserError(f"{' and '.join(sources)} each name the data; keep one of them")

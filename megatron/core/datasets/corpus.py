@@ -14,6 +14,7 @@ from megatron.core.datasets.blended import BlendedDataset, Dataset
 from megatron.core.datasets.cache import Arrays, BuildPolicy, IndexCache
 from megatron.core.datasets.checks import check_arrays, content_mark
 from megatron.core.datasets.config import DataConfig
+from megatron.core.datasets.fim import FimDataset, fim_options
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.samples import SampleIndex, build_sample_index, plan_samples
 from megatron.core.datasets.source import FileSource, MockSource, TokenSource
@@ -51,6 +52,7 @@ class CorpusBuilder:
         self.seed = seed
         self.policy = policy
         self.options = sample_options(config, info, extra)
+        self.fim = fim_options(config.fim, info) if config.fim.fim_data else None
         self.keep_partial = keep_partial
         self.files: dict[str, str] = {}
         self._open: dict[str, FileSource] = {}
@@ -145,7 +147,7 @@ class CorpusBuilder:
         description = self._describe(source, tokens, asked)
         folder = self.config.data_cache_path
         if folder is None and isinstance(tokens, FileSource):
-            folder = os.path.join(tokens.name, "cache", "GPTDataset_indices")
+            folder = os.path.join(tokens.name, "cache", f"{description['class']}_indices")
         marks = content_mark(lengths, rows, plan)
         cache = IndexCache(folder, description, source.split, marks)
 
@@ -161,6 +163,10 @@ class CorpusBuilder:
         )
         self._note(cache, state)
         index = SampleIndex(*(arrays[name] for name in INDEX_NAMES))
+        if self.fim is not None:
+            return FimDataset(
+                tokens, plan, index, self.options, description, fim=self.fim, seed=self.seed
+            )
         return GPTDataset(tokens, plan, index, self.options, description)
 
     def _describe(
@@ -169,8 +175,9 @@ class CorpusBuilder:
         """Return the declared inputs of one split of one corpus: the cache key is made of them."""
         is_file = isinstance(tokens, FileSource)
         split = self.config.split if source.shared else None
+        text_class = "GPTDataset" if self.fim is None else "GPTFIMDataset"
         return {
-            "class": "GPTDataset" if is_file else "MockGPTDataset",
+            "class": text_class if is_file else "MockGPTDataset",
             "dataset_path": tokens.name if is_file else None,
             "num_samples": asked,
             "index_split": source.split,

@@ -81,6 +81,10 @@ class GPTDataset:
         text = self.text(i)
         if text.size and int(text.view(np.uint64).max()) >= self.options.vocab_size:
             raise self._foreign_token(i, text)
+        return self.sample(i, text)
+
+    def sample(self, i: int, text: npt.NDArray[np.int64]) -> Sample:
+        """Return sample ``i``, whose tokens in the corpus are ``text``."""
         return make_sample(text, self.options)
 
     def text(self, i: int) -> npt.NDArray[np.int64]:
@@ -110,12 +114,12 @@ class GPTDataset:
         )
 
 
-def make_sample(text: npt.NDArray[np.int64], options: SampleOptions) -> Sample:
-    """Return the sample made of ``text``, which may be shorter than a sample and is then padded."""
+def make_sample(text: npt.NDArray[np.int64], options: SampleOptions, fill: int = 0) -> Sample:
+    """Return the sample made of ``text``; if shorter than a sample, it is padded with ``fill``."""
     length = options.seq_length
     real = len(text)
     assert 0 < real <= length + options.extra, f"{real} tokens for a sample of {length}"
-    padded = np.zeros(length + 1, dtype=np.int64)
+    padded = np.full(length + 1, fill, dtype=np.int64)
     padded[:real] = text
     tokens, labels = padded[:-1].copy(), padded[1:].copy()
     mask = np.ones(length, dtype=np.float32)

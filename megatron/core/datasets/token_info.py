@@ -23,6 +23,8 @@ class TokenInfo:
     """Part of the cache key."""
     fingerprint: str | None = None
     """Compared with what the corpus says it was made with; None compares nothing."""
+    tokenizer: Any = field(default=None, compare=False, repr=False)
+    """The tokenizer itself, for data sets that work on text."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
@@ -34,6 +36,7 @@ class TokenInfo:
             eos=tokenizer.eos,
             identifiers=dict(tokenizer.unique_identifiers),
             fingerprint=tokenizer.fingerprint(),
+            tokenizer=tokenizer,
         )
 
 
