@@ -2,15 +2,16 @@
 
 Every byte that leaves a rank passes here, so that one place can count calls and payload
 (`counting`) and one place knows torch's names. Payload is the full tensor of the call: what an
-all-gather returns, what a reduce-scatter takes. Tensors must be contiguous, as NCCL asks.
+all-gather returns, what a reduce-scatter takes; of objects, their pickles. Tensors must be
+contiguous, as NCCL asks.
 """
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from megatron.core.mesh import Axis
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_counters: list["Traffic"] = []
+# Of the process, not of a thread or context: on CUDA autograd runs the collectives of a backward in
+# threads of its own, which must be counted too.
+_counting: list["Traffic"] = []
 
 
 class Traffic:
@@ -28,16 +31,21 @@ class Traffic:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
 
+    def add(self, axis: Axis, name: str, size: int) -> None:
+        """Count one call."""
+        self.calls[axis.name, name] += 1
+        self.bytes[axis.name, name] += size
+
 
 @contextmanager
 def counting() -> Iterator[Traffic]:
     """Count what this process communicates while the block runs."""
     traffic = Traffic()
-    _counters.append(traffic)
+    _counting.append(traffic)
     try:
         yield traffic
     finally:
-        _counters.remove(traffic)
+        _counting.remove(traffic)
 
 
 class Handle:
@@ -103,38 +111,29 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = 
     )
 
 
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Fill ``x`` from the rank at coordinate ``source``, in place, and return it."""
-    if axis.size > 1:
-        _count(axis, "broadcast", x)
-        dist.broadcast(x, axis.ranks[source], axis.group)
-    return x
-
-
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable ``value``, in coordinate order; for small metadata only."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
     dist.all_gather_object(values, value, axis.group)
+    for traffic in _counting:
+        traffic.add(axis, "gather_objects", sum(len(pickle.dumps(each)) for each in values))
     return values
 
 
 def barrier(axis: Axis) -> None:
     """Return once every rank of ``axis`` has come here."""
     if axis.size > 1:
-        all_reduce(torch.zeros(1), axis) if _is_gloo(axis) else dist.barrier(axis.group)
-
-
-def _is_gloo(axis: Axis) -> bool:
-    return dist.get_backend(axis.group) == "gloo"
+        for traffic in _counting:
+            traffic.add(axis, "barrier", 0)
+        dist.barrier(axis.group)
 
 
 def _count(axis: Axis, name: str, x: Tensor) -> None:
     assert x.is_contiguous(), f"{name} over {axis.name}: tensor is not contiguous"
-    for traffic in _counters:
-        traffic.calls[axis.name, name] += 1
-        traffic.bytes[axis.name, name] += x.numel() * x.element_size()
+    for traffic in _counting:
+        traffic.add(axis, name, x.numel() * x.element_size())
 
 
 def _started(work: dist.Work, async_op: bool) -> Handle:

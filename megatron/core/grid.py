@@ -2,7 +2,7 @@
 
 `ParallelConfig` holds the sizes that a user chooses, `Grid` arranges ranks by named axes. A dense
 grid serves attention and MLP, a second one over the same ranks serves experts; both must agree
-about pipeline neighbours. Axis order is Megatron's order string, fastest-varying first.
+about pipeline neighbours. Axes are ordered as in Megatron, fastest-varying first.
 """
 
 import math
@@ -12,9 +12,6 @@ from typing import Any
 
 from megatron.core.config import Config, option
 from megatron.core.utils import UserError
-
-DENSE_ORDER = "tp-cp-dp-pp"
-EXPERT_ORDER = "etp-ep-edp-pp"
 
 
 class Grid:
@@ -40,10 +37,6 @@ class Grid:
         """Return the position of ``rank`` on every axis."""
         return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
 
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank that stands at ``coordinates`` (absent axes count as 0)."""
-        return sum(self._strides[axis] * position for axis, position in coordinates.items())
-
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along ``axes``, in grid order."""
         # Slowest axis first, so that the product counts up in rank order.
@@ -58,28 +51,6 @@ class Grid:
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return every group along ``axes``: a partition of the world, by first rank."""
         return sorted({self.peers(rank, *axes) for rank in range(self.world_size)})
-
-
-def parse_order(order: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return ``sizes`` in the order of Megatron's string, fastest axis first.
-
-    An axis of size 1 may be left out of the string; it then comes last.
-
-    Raises:
-        UserError: the string names an unknown axis, repeats one, or leaves out one larger than 1.
-    """
-    names = order.lower().split("-")
-    unknown = [name for name in names if name not in sizes]
-    if unknown or len(set(names)) < len(names):
-        raise UserError(
-            f"rank order {order!r} must name each of {', '.join(sizes)} at most once"
-            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
-        )
-    left_out = [name for name in sizes if name not in names]
-    large = [f"{name}={sizes[name]}" for name in left_out if sizes[name] > 1]
-    if large:
-        raise UserError(f"rank order {order!r} leaves out {', '.join(large)}; add them")
-    return {name: sizes[name] for name in [*names, *left_out]}
 
 
 class ParallelConfig(Config):
@@ -144,28 +115,26 @@ class ParallelConfig(Config):
             UserError: a size does not divide the world, or the two grids would disagree about
                 pipeline neighbours.
         """
-        dp = self.data_parallel_size(world_size)
-        pp, etp = self.pipeline_model_parallel_size, self.expert_tensor_parallel_size
-        ep = self.expert_model_parallel_size
+        dp, pp = self.data_parallel_size(world_size), self.pipeline_model_parallel_size
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        etp, ep = self.expert_tensor_parallel_size, self.expert_model_parallel_size
         if world_size % (etp * ep * pp):
             raise UserError(
                 f"world size ({world_size}) is not divisible by {etp * ep * pp} = "
                 f"--expert-tensor-parallel-size ({etp}) x --expert-model-parallel-size ({ep}) x "
                 f"--pipeline-model-parallel-size ({pp})"
             )
-        order = "tp-cp-pp-dp" if self.use_tp_pp_dp_mapping else DENSE_ORDER
-        expert_order = "etp-ep-pp-edp" if self.use_tp_pp_dp_mapping else EXPERT_ORDER
-        dense = {
-            "tp": self.tensor_model_parallel_size,
-            "cp": self.context_parallel_size,
-            "dp": dp,
-            "pp": pp,
-        }
-        expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp), "pp": pp}
-        grids = Grid(parse_order(order, dense)), Grid(parse_order(expert_order, expert))
+        edp = world_size // (etp * ep * pp)
+        if self.use_tp_pp_dp_mapping:
+            dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+            expert = {"etp": etp, "ep": ep, "pp": pp, "edp": edp}
+        else:
+            dense = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            expert = {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
+        grids = Grid(dense), Grid(expert)
         if grids[0].groups("pp") != grids[1].groups("pp"):
             raise UserError(
-                f"with --use-tp-pp-dp-mapping, tensor x context ({dense['tp'] * dense['cp']}) must "
+                f"with --use-tp-pp-dp-mapping, tensor x context ({tp * cp}) must "
                 f"equal expert tensor x expert ({etp * ep}) ranks, or the pipelines would differ"
             )
         return grids

@@ -11,17 +11,15 @@ import torch.distributed as dist
 
 from megatron.core.grid import Grid, ParallelConfig
 
-# Joint axes that some sum or gather runs over, and the axes of one grid that they join.
+# The axes of each grid, and the joint ones that some sum runs over.
 DENSE_AXES = {
     "tp": ("tp",),
     "cp": ("cp",),
     "dp": ("dp",),
     "pp": ("pp",),
     "dp_cp": ("dp", "cp"),
-    "tp_cp": ("tp", "cp"),
-    "tp_pp": ("tp", "pp"),
 }
-EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",), "etp_ep": ("etp", "ep")}
+EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",)}
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,23 @@ class Mesh:
     """Every axis of one run, and its device."""
 
     tp: Axis
+    """Ranks that share each layer's matrices."""
     cp: Axis
+    """Ranks that share a sequence."""
     dp: Axis
+    """Replicas, which see different samples."""
     pp: Axis
-    ep: Axis
+    """Stages, first to last."""
     etp: Axis
+    """Ranks that share each expert's matrices."""
+    ep: Axis
+    """Ranks among which a layer's experts are spread."""
     edp: Axis
+    """Replicas of the experts."""
     dp_cp: Axis
+    """Ranks that see different tokens: gradients are summed over them."""
     world: Axis
+    """All ranks."""
 
     def __init__(self, axes: dict[str, Axis], rank: int, device: torch.device) -> None:
         self.axes = axes

@@ -1,6 +1,7 @@
 """Gradient sums and norms on two processes: what every rank ends with, and the bytes it took."""
 
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -81,6 +82,20 @@ def _data_parallel(rank: int) -> None:
     assert all(p.grad is not None and (p.grad == 3).all() for p in model.parameters())
     result = optimizer.step(1.0, lr=0.1, weight_decay=0.0)
     assert result.grad_norm.item() == pytest.approx(3 * math.sqrt(310), rel=1e-14)
+
+
+def _metadata(rank: int) -> None:
+    mesh = Mesh.create(ParallelConfig.resolve(), torch.device("cpu"))
+    with comm.counting() as traffic:
+        assert comm.gather_objects("ab" * (rank + 1), mesh.dp) == ["ab", "abab"]
+        comm.barrier(mesh.world)
+    size = len(pickle.dumps("ab")) + len(pickle.dumps("abab"))
+    assert dict(traffic.bytes) == {("dp", "gather_objects"): size, ("world", "barrier"): 0}
+    assert traffic.calls["world", "barrier"] == traffic.calls["dp", "gather_objects"] == 1
+
+
+def test_metadata_and_barriers_are_counted(pool: Pool) -> None:
+    pool.run(2, _metadata)
 
 
 @pytest.mark.parametrize("body", [_tensor_parallel, _data_parallel])

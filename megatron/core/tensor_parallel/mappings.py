@@ -10,7 +10,8 @@ each collective becomes half of an all-reduce:
     enter, sequence   all-gather             reduce-scatter
     leave, sequence   reduce-scatter         all-gather
 
-(Shoeybi et al., 2019; Korthikanti et al., 2022.)
+(Shoeybi et al., 2019; Korthikanti et al., 2022.) The entry is part of `layers.linear`, whose
+weight gradient is computed while the collective of the input gradient runs; the exit is here.
 """
 
 from collections.abc import Callable
@@ -66,25 +67,8 @@ def _apply(x: Tensor, axis: Axis, forward: Collective, back: Collective) -> Tens
     return _Conjugate.apply(x, axis, forward, back)  # type: ignore[no-any-return]
 
 
-def enter(x_SBH: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
-    """Bring an activation into a tensor-parallel region."""
-    if sequence_parallel:
-        return _apply(x_SBH, axis, comm.all_gather, comm.reduce_scatter)
-    return _apply(x_SBH, axis, unchanged, all_reduced)
-
-
 def leave(x_SBH: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     """Sum the partial results of a tensor-parallel region."""
     if sequence_parallel:
         return _apply(x_SBH, axis, comm.reduce_scatter, comm.all_gather)
     return _apply(x_SBH, axis, all_reduced, unchanged)
-
-
-def scatter_sequence(x_SBH: Tensor, axis: Axis) -> Tensor:
-    """Keep this rank's share of a sequence that every rank holds whole."""
-    return _apply(x_SBH, axis, own_slice, comm.all_gather)
-
-
-def gather_sequence(x_sBH: Tensor, axis: Axis) -> Tensor:
-    """Return the whole sequence on every rank, for work that every rank repeats alike."""
-    return _apply(x_sBH, axis, comm.all_gather, own_slice)
