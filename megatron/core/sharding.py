@@ -68,6 +68,8 @@ class Sharding:
     """Weight decay applies; false for biases, norms and other vectors."""
     matrix: bool = False
     """A whole matrix for optimizers that treat matrices apart (Muon); false for embeddings."""
+    qk_norm: bool = False
+    """Gain of a query or key norm, which --apply-wd-to-qk-layernorm decays."""
     embedding: bool = False
     """Input embedding or output head: the decoupled learning rate applies."""
     tied: bool = False

@@ -69,7 +69,6 @@ def test_norm_equals_the_norm_of_the_gathered_gradients(dtype: torch.dtype) -> N
     gathered = set_gradients(model)
     result = optimizer.step(0.25, lr=0.0, weight_decay=0.0)
     assert result.grad_norm.item() == pytest.approx(0.25 * norm_of(gathered), rel=1e-7)
-    assert result.clipped_norm.item() == pytest.approx(1.0, rel=1e-4)
 
 
 def test_norm_keeps_its_digits_over_millions_of_elements() -> None:
@@ -144,7 +143,7 @@ def test_opt_03_a_gradient_of_zeros_is_legal() -> None:
     before = model.matrix.detach().clone()
     optimizer.zero_grad()
     result = optimizer.step(1.0, lr=0.01, weight_decay=0.0)
-    assert result.updated and result.grad_norm.item() == 0 == result.clipped_norm.item()
+    assert result.updated and result.grad_norm.item() == 0
     moved = model.matrix.detach() - before
     assert (moved.sign() == -gathered[1].sign()).all()
 
@@ -168,7 +167,6 @@ def test_opt_04_huge_gradients_are_clipped_in_every_dtype(dtype: torch.dtype) ->
     after = {t.key: t.tensor for t in optimizer.tensors()} or dict(model.named_parameters())
     applied = norm_of([after[key].detach() - before[key] for key in before])
     assert applied == pytest.approx(1.0, rel=1e-2)
-    assert result.clipped_norm.item() == pytest.approx(1.0, rel=1e-2)
     assert result.grad_norm.item() == pytest.approx(norm_of(gathered), rel=1e-6)
 
 

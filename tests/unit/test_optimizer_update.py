@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import groups, memory
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init
+from megatron.core.transformer.config import TransformerConfig
 
 PRECISION = {
     torch.float32: PrecisionConfig(),
@@ -180,23 +182,33 @@ def test_no_decay_group_ignores_weight_decay() -> None:
 
 
 def test_groups_are_printed_and_qk_norms_can_be_decayed() -> None:
-    model = Tiny(torch.float32)
-    model.q_layernorm = model.norm
-    del model.norm
-    sharding.name_parameters(model)
-    model.norm = model.q_layernorm
-    plain = optimizer_of(model, torch.float32)
-    assert groups.members(plain.data_parallel.buffers)["decay"] == ["first.weight", "second.weight"]
-    assert groups.describe(plain.data_parallel.buffers) == [
-        "optimizer group decay: 2 parameters, 88 elements",
-        "optimizer group no_decay: 4 parameters, 36 elements",
-    ]
-    applied = optimizer_of(model, torch.float32, apply_wd_to_qk_layernorm=True)
-    assert groups.members(applied.data_parallel.buffers)["decay"] == [
-        "first.weight",
-        "second.weight",
-        "q_layernorm.weight",
-    ]
+    config = TransformerConfig.resolve(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        ffn_hidden_size=16,
+        max_position_embeddings=4,
+        qk_layernorm=True,
+    )
+
+    def lines(**fields: object) -> list[str]:
+        model = GPTModel(config, Mesh.serial(), vocab_size=10)
+        optimizer = optimizer_of(model, torch.float32, **fields)
+        return groups.describe(optimizer.data_parallel.buffers)
+
+    # Tables of 10 and 4 rows; in each layer 8 x (24 + 8 + 16 + 16) of matrices.
+    decay, rest = lines()
+    assert decay == (
+        "optimizer group decay: 10 parameters, 1.14K elements: embedding.word_embeddings.weight, "
+        "embedding.position_embeddings.weight, decoder.layers.*.self_attention.linear_qkv.weight, "
+        "decoder.layers.*.self_attention.linear_proj.weight, "
+        "decoder.layers.*.mlp.linear_fc1.weight, decoder.layers.*.mlp.linear_fc2.weight"
+    )
+    assert "q_layernorm.weight" in rest and "q_layernorm.bias" in rest
+    decay, rest = lines(apply_wd_to_qk_layernorm=True)
+    assert "decoder.layers.*.self_attention.q_layernorm.weight" in decay
+    assert "decoder.layers.*.self_attention.k_layernorm.weight" in decay
+    assert "q_layernorm.weight" not in rest and "q_layernorm.bias" in rest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,21 +241,9 @@ def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     for _ in range(2):
         loading.load_scalars(scalars)
     assert loading.scalars() == {"step": 3}
-    loading.publish()
     train(second, loading, data[3:])
     for mine, its in zip(second.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, its)
-
-
-def test_masters_follow_weights_that_were_set_from_outside() -> None:
-    model = Tiny(torch.bfloat16)
-    optimizer = optimizer_of(model, torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    optimizer.refresh_masters()
-    optimizer.publish()
-    assert all((parameter == 0.5).all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", list(PRECISION))

@@ -24,6 +24,7 @@ from megatron.core.sharding import Sharding
 from megatron.core.utils import UserError
 
 GroupOf = Callable[[Sharding], str]
+"""Gives the optimizer group of a parameter."""
 
 
 class FlatBuffer:
@@ -128,16 +129,11 @@ def summed_axes(record: Sharding) -> tuple[str, ...]:
     return tuple(sorted({axis for region in record.regions for axis in region.summed}))
 
 
-def by_decay(record: Sharding) -> str:
-    """Return the optimizer group of a parameter by whether it is decayed."""
-    return "decay" if record.decay else "no_decay"
-
-
 def build_buffers(
     parameters: Iterable[nn.Parameter],
     grad_dtype: torch.dtype,
     *,
-    group_of: GroupOf = by_decay,
+    group_of: GroupOf,
     data_size: int = 1,
     bucket_size: int | None = None,
 ) -> list[FlatBuffer]:

@@ -16,12 +16,7 @@ from torch import nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import (
-    FlatBuffer,
-    GroupOf,
-    build_buffers,
-    by_decay,
-)
+from megatron.core.distributed.buffers import FlatBuffer, GroupOf, build_buffers
 from megatron.core.mesh import Mesh
 
 
@@ -34,7 +29,7 @@ class DataParallel:
         mesh: Mesh,
         grad_dtype: torch.dtype,
         *,
-        group_of: GroupOf = by_decay,
+        group_of: GroupOf,
         bucket_size: int | None = None,
     ) -> None:
         self.mesh = mesh

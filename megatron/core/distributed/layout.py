@@ -60,11 +60,6 @@ class BufferPlan:
     size: int
     """Elements, gaps and padding included."""
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements that belong to parameters."""
-        return sum(slot.stop - slot.start for slot in self.slots)
-
     def group_of(self, slot: Slot) -> str:
         """Return the optimizer group of a slot."""
         return next(group for group, (start, stop) in self.segments if start <= slot.start < stop)
@@ -158,11 +153,11 @@ def _offsets(shape: Sequence[int], box: Sequence[Range]) -> Iterator[int]:
         yield from range(base * shape[-1] + box[-1][0], base * shape[-1] + box[-1][1])
 
 
-def merge(ranges: Sequence[Range], gap: int = 0) -> list[Range]:
-    """Return ascending ranges joined where at most ``gap`` elements lie between them."""
+def merge(ranges: Sequence[Range]) -> list[Range]:
+    """Return ascending ranges joined where nothing lies between them."""
     merged: list[Range] = []
     for start, stop in ranges:
-        if merged and start - merged[-1][1] <= gap:
+        if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], stop)
         else:
             merged.append((start, stop))

@@ -5,16 +5,13 @@ biases, norms and other vectors are not.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.core import sharding
-from megatron.core.distributed.buffers import FlatBuffer, by_decay
+from megatron.core.distributed.buffers import FlatBuffer, GroupOf
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.sharding import Sharding
 from megatron.core.utils import human_count
-
-_QK_NORM = re.compile(r"(^|\.)(q|k)_layernorm\.weight$")
 
 
 @dataclass(frozen=True)
@@ -25,13 +22,12 @@ class Settings:
     weight_decay: float
 
 
-def grouping(config: OptimizerConfig) -> Callable[[Sharding], str]:
+def grouping(config: OptimizerConfig) -> GroupOf:
     """Return the function that gives a parameter's group."""
 
     def group_of(record: Sharding) -> str:
-        if config.apply_wd_to_qk_layernorm and _QK_NORM.search(record.name):
-            return "decay"
-        return by_decay(record)
+        decays = record.decay or (config.apply_wd_to_qk_layernorm and record.qk_norm)
+        return "decay" if decays else "no_decay"
 
     return group_of
 
@@ -42,25 +38,22 @@ def settings(lr: float, weight_decay: float) -> dict[str, Settings]:
 
 
 def describe(buffers: Iterable[FlatBuffer]) -> list[str]:
-    """Return one line per group: how many parameters and elements of this rank it updates."""
-    counts: dict[str, list[int]] = {}
+    """Return one line per group: which parameters of this rank it updates, and their elements.
+
+    Numbers in names are shown as ``*``, so that the layers of a model share a name.
+    """
+    found: dict[str, list[tuple[int, str, int]]] = {}
     for buffer in buffers:
         for slot in buffer.plan.slots:
-            group = buffer.plan.group_of(slot)
-            count = counts.setdefault(group, [0, 0])
-            count[0] += 1
-            count[1] += slot.stop - slot.start
-    return [
-        f"optimizer group {group}: {tensors} parameters, {human_count(numel)} elements"
-        for group, (tensors, numel) in sorted(counts.items())
-    ]
-
-
-def members(buffers: Iterable[FlatBuffer]) -> dict[str, list[str]]:
-    """Return the parameter names of each group, in the model's order."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for buffer in buffers:
-        for slot, parameter in zip(buffer.plan.slots, buffer.parameters, strict=True):
-            name = sharding.of(parameter).name
-            found.setdefault(buffer.plan.group_of(slot), []).append((slot.index, name))
-    return {group: [name for _, name in sorted(names)] for group, names in found.items()}
+            name = re.sub(r"\b\d+\b", "*", slot.name)
+            members = found.setdefault(buffer.plan.group_of(slot), [])
+            members.append((slot.index, name, slot.stop - slot.start))
+    lines = []
+    for group, members in sorted(found.items()):
+        names = dict.fromkeys(name for _, name, _ in sorted(members))
+        total = human_count(sum(numel for _, _, numel in members))
+        lines.append(
+            f"optimizer group {group}: {len(members)} parameters, {total} elements: "
+            + ", ".join(names)
+        )
+    return lines

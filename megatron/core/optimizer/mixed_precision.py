@@ -49,8 +49,3 @@ class Shard:
         """Round the masters into the parameters."""
         if self.has_masters:
             self.parameters.copy_(self.main)
-
-    def refresh(self) -> None:
-        """Take the parameters as the new masters."""
-        if self.has_masters:
-            self.main.copy_(self.parameters)

@@ -60,8 +60,6 @@ class StepResult:
 
     grad_norm: Tensor
     """Norm of the whole model's scaled gradient, before clipping."""
-    clipped_norm: Tensor
-    """The same after clipping."""
     found_nonfinite: Tensor
     """1 when the norm was not finite and nothing was updated, else 0."""
     num_zeros: Tensor | None
@@ -158,7 +156,7 @@ class Optimizer:
                     found_nonfinite=found,
                 )
             shard.publish()
-        return StepResult(norm, norm * factor, found, num_zeros)
+        return StepResult(norm, found, num_zeros)
 
     def _scale(self, shard: Shard, scale: Tensor) -> Tensor | None:
         """Return the fp32 divisor for the fused update, or scale the gradients here."""
@@ -191,16 +189,6 @@ class Optimizer:
         total = clip.sum_of_squares(self._owned_of("main"), self.mesh.device)
         comm.all_reduce(total, self.mesh.world)
         return total.sqrt()
-
-    def refresh_masters(self) -> None:
-        """Take the parameters as they are now as masters: after weights were set from outside."""
-        for shard in self.shards:
-            shard.refresh()
-
-    def publish(self) -> None:
-        """Round the masters into the parameters: after masters were loaded."""
-        for shard in self.shards:
-            shard.publish()
 
     def tensors(self) -> Iterator[StateTensor]:
         """Yield the optimizer state of this rank, parameter by parameter, as views.
@@ -254,8 +242,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer of this rank's model chunks, whose parameters move into flat buffers.
 
-    The parameters are named and initialised already (masters are taken from them; where values are
-    set later, call `Optimizer.refresh_masters`).
+    The parameters are named and initialised already: masters are taken from them.
     """
     grad_dtype: torch.dtype = getattr(torch, precision.accumulation_dtype)
     data_parallel = DataParallel(modules, mesh, grad_dtype, group_of=groups.grouping(config))

@@ -101,6 +101,8 @@ class SelfAttention(nn.Module):
             # Every rank normalises its own heads, so the gains' gradients are partial.
             for name in ("q_layernorm", "k_layernorm"):
                 norm = Norm(self.head_size, config.norm, mesh, dtype, backends, summed=("tp",))
+                record = sharding.of(norm.weight)
+                sharding.attach(norm.weight, replace(record, qk_norm=True))
                 setattr(self, name, norm)
         elif config.attention.qk_l2_norm:
             self.q_layernorm = self.k_layernorm = _L2Norm(config.norm.norm_epsilon, backends)
@@ -128,7 +130,8 @@ class SelfAttention(nn.Module):
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
         q_SBnD, k_SBgD, v_SBgD = self._project(x_SBH)
         q_SBnD, k_SBgD = self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD)
-        if self.rotates and context.rotary is not None:
+        if self.rotates:
+            assert context.rotary is not None, "the model computes rotary tables"
             q_SBnD = self.rope(q_SBnD, *context.rotary, self.interleaved)
             k_SBgD = self.rope(k_SBgD, *context.rotary, self.interleaved)
         k_TBgD, v_TBgD = k_SBgD, v_SBgD

@@ -46,6 +46,7 @@ def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
             around.backends,
             sequence_parallel=around.sequence_parallel,
         )
+    assert kind == "mlp", kind
     return MLP(around.config, around.mesh, around.dtype, sequence_parallel=around.sequence_parallel)
 
 
