@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.core.utils import UserError
 from megatron.training import arguments, launch, plan_report
 
 if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
@@ -48,6 +49,11 @@ def build_datasets(config: RunConfig, sizes: Sizes, tokenizer: Tokenizer) -> Bui
     """Return the training, validation and test sets."""
     from megatron.core.datasets import builder
 
+    if config.data.dataloader_type == "external":
+        raise UserError(
+            f"--dataloader-type external: {PROGRAM}.py brings no loaders of its own; copy it and "
+            "let build_datasets return them, as megatron/training/external.py says"
+        )
     return builder.build_datasets(
         config.data, sizes, builder.TokenInfo.of(tokenizer), config.training.seed
     )

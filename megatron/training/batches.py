@@ -82,6 +82,9 @@ class Batches:
                 for name, value in batch.items()
             }
 
+    def leave_out(self, count: int) -> None:
+        """Do nothing for ``count`` microbatches that are not trained on: nobody reads them."""
+
 
 def training_numbers(
     mesh: Mesh,

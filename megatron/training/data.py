@@ -14,16 +14,20 @@ from megatron.training.config import RunConfig
 
 if TYPE_CHECKING:  # a dry run asks for sizes without importing torch
     from megatron.training.batches import Samples
+    from megatron.training.external import Loader
 
 
 class RunData(Protocol):
-    """The data sets of a run, as `megatron.core.datasets.builder.build_datasets` returns them."""
+    """The data sets of a run, as `megatron.core.datasets.builder.build_datasets` returns them.
+
+    With ``--dataloader-type external`` loaders take their place; see `external`.
+    """
 
     @property
     def train(self) -> Any: ...
 
     @property
-    def valid(self) -> "Sequence[Samples]": ...
+    def valid(self) -> "Sequence[Samples | Loader]": ...
 
     @property
     def test(self) -> Any: ...
@@ -35,7 +39,8 @@ class RunData(Protocol):
 def sizes(config: RunConfig, say: Say) -> Sizes:
     """Return the samples asked of train, valid and test: None for one pass, 0 for no data set.
 
-    A split that nobody names data for is not evaluated, with a line that says so.
+    A split that nobody names data for is not evaluated, with a line that says so. Loaders of the
+    program's own (`external`) name their data themselves.
     """
     training, validation = config.training, config.validation
     train = 0 if training.skip_train else training.train_samples or config.total_samples
@@ -49,6 +54,8 @@ def sizes(config: RunConfig, say: Say) -> Sizes:
         valid = test = None
     elif iterations and config.data.full_validation:
         valid = None
+    if config.data.dataloader_type == "external":
+        return train, valid, test
     sources = read_sources(config.data)
     if valid != 0 and sources["valid"] is None:
         say("no validation data: there will be no evaluation on a validation set")

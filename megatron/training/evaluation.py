@@ -14,6 +14,7 @@ from torch import nn
 from megatron.core.mesh import Mesh
 from megatron.training import batches
 from megatron.training.batches import Batches, Samples
+from megatron.training.external import ExternalBatches, Loader, open_loader
 from megatron.training.garbage import Garbage
 from megatron.training.metrics import Metrics
 from megatron.training.objective import Accumulator, Objective
@@ -32,7 +33,7 @@ class EvaluationSet:
 
     name: str
     """Of the set among several; empty when it is the only one."""
-    batches: Batches
+    batches: Batches | ExternalBatches
     count: int
     """Microbatches of this rank in one evaluation."""
     samples: int
@@ -41,7 +42,7 @@ class EvaluationSet:
 
 
 def open_set(
-    dataset: Samples,
+    dataset: Samples | Loader,
     mesh: Mesh,
     *,
     name: str,
@@ -52,15 +53,18 @@ def open_set(
     read: Reader,
 ) -> EvaluationSet:
     """Start reading a set at its position; ``eval_iters`` -1 takes all of it each time."""
+    # A batch that replicas do not divide is rounded down, as in training.
+    stride = micro_batch_size * mesh.dp.size
+    size = max(stride, global_batch_size // stride * stride)
+    count, samples = eval_iters * (size // stride), eval_iters * size
+    if callable(dataset):
+        taken = open_loader(dataset, mesh, micro_batch_size, consumed_samples)
+        return EvaluationSet(name, taken, count, samples, consumed_samples)
     length = len(dataset)
     if eval_iters == -1:
         numbers = batches.whole_numbers(mesh, micro_batch_size, length)
         count, samples = batches.whole_count(mesh, micro_batch_size, length), 0
     else:
-        # A batch that replicas do not divide is rounded down, as in training.
-        stride = micro_batch_size * mesh.dp.size
-        size = max(stride, global_batch_size // stride * stride)
-        count, samples = eval_iters * (size // stride), eval_iters * size
         numbers = batches.evaluation_numbers(
             mesh, size, micro_batch_size, consumed_samples=consumed_samples, length=length
         )

@@ -123,6 +123,9 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
+    if data.dataloader_type == "external":
+        yield "loaders of the program's own (--dataloader-type external)"
+        return
     if not data.sources:
         yield "none named; a run needs --data-path, --train-data-path or --mock-data"
         return

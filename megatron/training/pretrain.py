@@ -28,6 +28,7 @@ from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
 from megatron.core.utils import Say
 from megatron.training import (
     accounting,
+    external,
     log_line,
     memory,
     rules,
@@ -45,6 +46,7 @@ from megatron.training.config import RunConfig
 from megatron.training.data import RunData
 from megatron.training.devices import peak_flops
 from megatron.training.evaluation import Evaluator, HeldOut, open_set
+from megatron.training.external import ExternalBatches, Loader
 from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
 from megatron.training.launch import Launch
@@ -68,6 +70,7 @@ class Program:
     build_model: Callable[[RunConfig, Mesh, Vocabulary], nn.Module]
     """Returns this rank's model with named records; initial values are drawn later."""
     build_datasets: Callable[[RunConfig, Sizes, Tokenizer], RunData]
+    """Returns the data sets, or loaders of the program's own (see `external`)."""
     forward_step: ForwardStep
 
 
@@ -143,6 +146,7 @@ class Job:
         )
         wanted = run_data.sizes(config, self.say)
         data = self.program.build_datasets(config, wanted, tokenizer)
+        external.check(config.data.dataloader_type == "external", data)
         self.clock.lap("data")
         model = self._build_model(vocabulary)
         optimizer, schedule = self._optimizer(model)
@@ -324,24 +328,8 @@ class Job:
         self, built: _Built, optimizer: Optimizer, held_out: HeldOut, metrics: Metrics
     ) -> Trainer:
         config, state, save_to = self.config, built.loaded.state, self.config.checkpoint.save
-        data, model, schedule = built.data, built.model, built.loaded.schedule
+        model, schedule = built.model, built.loaded.schedule
         assert schedule is not None, "a run with an optimizer has a schedule"
-        numbers = training_numbers(
-            self.mesh,
-            config.batch_sizes,
-            config.training.micro_batch_size,
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
-            train_iters=config.total_iterations,
-            skipped=frozenset(config.training.iterations_to_skip),
-            order=sample_order(
-                config.data.dataloader_type,
-                len(data.train),
-                config.total_samples,
-                micro_batch_size=config.training.micro_batch_size,
-                data_parallel_size=self.mesh.dp.size,
-            ),
-        )
         step = TrainStep(
             model,
             optimizer,
@@ -355,7 +343,7 @@ class Job:
         warn_of_space(config.checkpoint, self.mesh, [model], optimizer, self.say)
         parts = Parts(
             step=step,
-            batches=self._read(data.train, numbers, config.data.num_workers),
+            batches=self._training_batches(built.data.train, state),
             schedule=schedule,
             train_iters=config.total_iterations,
             sizes=config.batch_sizes,
@@ -380,6 +368,32 @@ class Job:
             flops_per_sample=self.flops_per_sample,
         )
         return Trainer(config, parts, state)
+
+    def _training_batches(
+        self, train: Samples | Loader, state: TrainState
+    ) -> Batches | ExternalBatches:
+        """Return this rank's microbatches from the run's position to its end."""
+        config, micro = self.config, self.config.training.micro_batch_size
+        if callable(train):
+            return external.open_loader(train, self.mesh, micro, state.consumed_samples)
+        order = sample_order(
+            config.data.dataloader_type,
+            len(train),
+            config.total_samples,
+            micro_batch_size=micro,
+            data_parallel_size=self.mesh.dp.size,
+        )
+        numbers = training_numbers(
+            self.mesh,
+            config.batch_sizes,
+            micro,
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            train_iters=config.total_iterations,
+            skipped=frozenset(config.training.iterations_to_skip),
+            order=order,
+        )
+        return self._read(train, numbers, config.data.num_workers)
 
     def _saver(
         self, model: nn.Module, optimizer: Optimizer, facts: RunFacts, state: TrainState

@@ -267,6 +267,16 @@ def profiled_ranks_exist(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def loaders_have_no_length(config: RunConfig, origins: Origins) -> None:
+    """There is no whole of a validation set that a program's own loader gives."""
+    whole = config.validation.eval_iters == -1 or config.data.full_validation
+    if whole and config.data.dataloader_type == "external":
+        raise UserError(
+            "--dataloader-type external: loaders have no length, so there is no whole validation "
+            "set; give --eval-iters a number of batches, and no --full-validation"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     world_holds_the_layout,
     heads_fill_the_hidden_size,
@@ -284,6 +294,7 @@ RULES: tuple[Rule, ...] = (
     schedule_fits_the_run,
     checkpoints_have_a_folder,
     profiled_ranks_exist,
+    loaders_have_no_length,
 )
 
 
@@ -307,7 +318,7 @@ def check_built(config: RunConfig) -> None:
             "start one process, or plan this one with --dry-run --dry-run-world-size "
             f"{max(config.process.world_size, parallel.model_parallel_size)}"
         )
-    if not config.data.sources:
+    if not config.data.sources and config.data.dataloader_type != "external":
         raise UserError("no data: give --data-path PREFIX (or --train-data-path), or --mock-data")
 
 

@@ -21,6 +21,7 @@ from megatron.training.batch_size import BatchSizes
 from megatron.training.batches import Batches
 from megatron.training.config import RunConfig
 from megatron.training.evaluation import LOSS, HeldOut
+from megatron.training.external import ExternalBatches
 from megatron.training.garbage import Garbage
 from megatron.training.metrics import Iteration, Metrics
 from megatron.training.objective import Accumulator
@@ -39,7 +40,7 @@ class Parts:
     """What the loop works with."""
 
     step: TrainStep
-    batches: Batches
+    batches: Batches | ExternalBatches
     schedule: Schedule
     train_iters: int
     sizes: BatchSizes
@@ -124,18 +125,23 @@ class Trainer:
         )
 
     def _train_on(self, plan: Plan) -> StepResult:
-        training = self.config.training
-        samples, micro = len(plan.samples), training.micro_batch_size
-        count = samples // (micro * self.mesh.dp.size)
-        nominal = self.parts.step.objective.nominal(samples, micro, self.config.data.seq_length)
-        microbatches = self.parts.batches.take(count)
+        micro = self.config.training.micro_batch_size
+        nominal = self.parts.step.objective.nominal(
+            len(plan.samples), micro, self.config.data.seq_length
+        )
+        microbatches = self.parts.batches.take(self._microbatches(plan))
         return self.parts.step.run(plan, microbatches, nominal, self.parts.stopper.seen)
 
     def _leave_out(self, plan: Plan) -> StepResult:
         """Consume the samples of an iteration without training on them."""
         self.state.skipped_samples += len(plan.samples)
+        self.parts.batches.leave_out(self._microbatches(plan))
         totals = Accumulator(self.mesh).reduce(self.parts.stopper.seen())
         return StepResult(totals=totals, grad_norm=None, skipped=True)
+
+    def _microbatches(self, plan: Plan) -> int:
+        """Return how many microbatches this rank takes in an iteration."""
+        return len(plan.samples) // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
     def _count(self, plan: Plan, seconds: float) -> None:
         self.state.iteration = plan.iteration

@@ -106,9 +106,9 @@ class DataConfig(Config):
     eod_mask_loss: bool = option(False)
     """Take no loss at end-of-document tokens."""
 
-    dataloader_type: Literal["single", "cyclic"] = option(derived="single")
+    dataloader_type: Literal["single", "cyclic", "external"] = option(derived="single")
     """Order of samples: ``single`` walks the shuffled data set once, ``cyclic`` shuffles it again
-    for each pass."""
+    for each pass, ``external`` takes microbatches from loaders that the entry point brings."""
 
     full_validation: bool = option(False)
     """Evaluate on the whole validation set, once through."""
