@@ -5,8 +5,10 @@
         checkpoint.json     format and version, facts of the run, files with sizes, and for each
                             logical tensor its dtype, shape and boxes (file, offset, crc32, extent)
 
-``checkpoint.json`` is written last, and closes with a hash of itself: as it holds every box's
-checksum, that hash names the content of the whole checkpoint. Nothing here is ever unpickled.
+``checkpoint.json`` is written last, and closes with a checksum of itself. Its ``hash`` names the
+content: names, shapes, dtypes and checksums of the tensors, and nothing of where or when they were
+written, so that equal states have equal hashes (on layouts that cut them into the same boxes).
+Nothing here is ever unpickled.
 
 Why not ``torch.distributed.checkpoint``: its planner can carry these boxes, but its metadata is a
 pickle, its storage keeps each tensor as a ``torch.save`` archive, and its saves gather plans over
@@ -92,22 +94,36 @@ class Index:
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes by file name."""
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    hash: str = ""
 
     @property
     def bytes(self) -> int:
         """Return the size of all data files."""
         return sum(self.files.values())
 
+    @property
+    def hash(self) -> str:
+        """Return the hash of the content; equal for equal tensors in equal boxes."""
+        lines = []
+        for key in sorted(self.tensors):
+            tensor = self.tensors[key]
+            boxes = sorted((box.box, box.crc32) for box in tensor.boxes)
+            lines.append(_json([key, tensor.dtype, tensor.shape, boxes]))
+        return _digest("\n".join(lines))
+
     def text(self) -> str:
-        """Return the JSON text, one tensor to a line, its hash as last entry."""
+        """Return the JSON text, one tensor to a line, its own checksum as last entry."""
         tensors = {key: _pack(self.tensors[key]) for key in sorted(self.tensors)}
-        head = {"format": FORMAT, "version": VERSION, "byteorder": sys.byteorder}
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "byteorder": sys.byteorder,
+            "hash": self.hash,
+        }
         body = f"{_json(head)[:-1]},\n"
         body += f'"facts": {json.dumps(self.facts, indent=1)},\n'
         body += f'"files": {_json(self.files)},\n"tensors": {{\n'
         body += ",\n".join(f"{_json(key)}: {_json(value)}" for key, value in tensors.items())
-        body += '\n},\n"hash": '
+        body += '\n},\n"checksum": '
         return f'{body}"{_digest(body)}"}}\n'
 
 
@@ -138,11 +154,9 @@ def _unpack(value: Mapping[str, Any]) -> StoredTensor:
 
 
 def write_index(index: Index, path: Path) -> None:
-    """Write ``index`` to ``path`` and set its hash; on return it is on disk, whole."""
-    text = index.text()
-    index.hash = text.rpartition('"hash": "')[2][:-3]
+    """Write ``index`` to ``path``; on return it is on disk, whole."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(index.text(), encoding="utf-8")
 
 
 def parse_index(text: str, origin: str) -> Index:
@@ -164,9 +178,11 @@ def parse_index(text: str, origin: str) -> Index:
         )
     if value.get("byteorder") != sys.byteorder:
         raise CheckpointError(f"{origin} was written on a {value.get('byteorder')}-endian machine")
-    body, marker, _ = text.rpartition('"hash": ')
-    if value.get("hash") != _digest(body + marker):
-        raise CheckpointError(f"{origin} does not match its own hash: it was changed or damaged")
+    body, marker, _ = text.rpartition('"checksum": ')
+    if value.get("checksum") != _digest(body + marker):
+        raise CheckpointError(
+            f"{origin} does not match its own checksum: it was changed or damaged"
+        )
     try:
         tensors = {str(key): _unpack(item) for key, item in value["tensors"].items()}
         files = {str(name): int(size) for name, size in value["files"].items()}
@@ -176,7 +192,7 @@ def parse_index(text: str, origin: str) -> Index:
     strange = [name for name in files if Path(name).name != name]
     if strange:
         raise CheckpointError(f"{origin} names files outside of its folder: {strange}")
-    return Index(facts, files, tensors, value["hash"])
+    return Index(facts, files, tensors)
 
 
 def read_index(folder: Path) -> Index:
