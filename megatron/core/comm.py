@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -109,6 +110,48 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = 
     return _started(
         dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True), async_op
     )
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Send slice i of ``x`` along dim 0 to coordinate i; return what came, in coordinate order."""
+    if axis.size == 1:
+        return x
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows to {axis.size} ranks"
+    _count(axis, "all_to_all", x)
+    out = x.new_empty(x.shape)
+    dist.all_to_all_single(out, x, group=axis.group)
+    return out
+
+
+class Arrival:
+    """A tensor on its way here, while another one is on its way from here."""
+
+    def __init__(self, tensor: Tensor, sent: Tensor, works: list[dist.Work]) -> None:
+        self._tensor, self._sent, self._works = tensor, sent, works
+
+    def wait(self) -> Tensor:
+        """Return what arrived, once it may be read and what was sent may be written."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        return self._tensor
+
+
+def shift(x: Tensor, axis: Axis) -> Arrival:
+    """Send ``x`` to the next coordinate and receive the previous one's, as in a ring."""
+    if axis.size == 1:
+        return Arrival(x, x, [])
+    _count(axis, "shift", x)
+    out = torch.empty_like(x)
+    here, ranks = axis.coordinate, axis.ranks
+    # Both in one batch: neither gloo nor NCCL buffers a send.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, ranks[(here + 1) % axis.size], axis.group),
+            dist.P2POp(dist.irecv, out, ranks[here - 1], axis.group),
+        ]
+    )
+    return Arrival(out, x, works)
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
