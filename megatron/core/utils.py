@@ -11,6 +11,10 @@ Say = Callable[[str], None]
 """Prints a line, or not: on rank 0 only, to a log ..."""
 
 
+def silent(text: str) -> None:
+    """Be a `Say` that says nothing."""
+
+
 class UserError(ValueError):
     """What a user can fix: the entry points print the message alone and exit with code 2.
 

@@ -19,7 +19,7 @@ from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.plan import describe, positions
 from megatron.core.datasets.token_info import TokenInfo
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError, silent
 
 ROOT = Path(__file__).resolve().parents[2]
 INFO = TokenInfo(vocab_size=1000, eod=0, identifiers={"class": "Tok"})
@@ -33,9 +33,12 @@ def corpus(prefix: Path, documents: int, length: int = 20, token: int = 1) -> st
     return str(prefix)
 
 
-def build(sizes: Sizes, *, policy: BuildPolicy | None = None, **flags: Any) -> Built:
+def build(
+    sizes: Sizes, *, policy: BuildPolicy | None = None, say: Say = silent, **flags: Any
+) -> Built:
     info = flags.pop("info", INFO)
-    return build_datasets(DataConfig.resolve(seq_length=16, **flags), sizes, info, 5, policy)
+    config = DataConfig.resolve(seq_length=16, **flags)
+    return build_datasets(config, sizes, info, 5, policy, say=say)
 
 
 @pytest.fixture
@@ -101,16 +104,22 @@ def test_ds_09_each_place_builds_its_own_and_they_match(a: str, tmp_path: Path) 
 def test_ds_09_a_process_that_may_not_build_waits_for_the_files(a: str, tmp_path: Path) -> None:
     flags = {"data_path": (a,), "split": "90,5,5", "data_cache_path": str(tmp_path / "cache")}
     made: list[Built] = []
+    said: list[str] = []
 
     def wait() -> None:
-        policy = BuildPolicy(build=False, timeout=30, poll=0.01)
-        made.append(build((50, 4, 4), policy=policy, **flags))
+        policy = BuildPolicy(build=False, timeout=30, poll=0.01, report_every=0.05)
+        made.append(build((50, 4, 4), policy=policy, say=said.append, **flags))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    time.sleep(0.1)
-    assert not made
-    built = build((50, 4, 4), **flags)
+    for _ in range(1000):
+        if said:
+            break
+        time.sleep(0.01)
+    assert not made and "document_index" in said[0] and said[0].startswith("waiting for ")
+    said.clear()
+    built = build((50, 4, 4), say=said.append, **flags)
+    assert sum(line.startswith("building index files ") for line in said) == 3
     waiting.join(timeout=30)
     assert made[0].files == dict.fromkeys(built.files, "hit")
     assert made[0].train is not None and built.train is not None
@@ -252,22 +261,20 @@ def test_a_corpus_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_a_split_shorter_than_a_sample_repeats_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_split_shorter_than_a_sample_repeats_with_a_warning(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "short", 10, length=10)
-    built = build((50, 3, 0), data_path=(prefix,), split="90,10")
-    assert "has 10 tokens, a sample takes 17" in caplog.text
+    said: list[str] = []
+    built = build((50, 3, 0), data_path=(prefix,), split="90,10", say=said.append)
+    assert any("WARNING" in line and "has 10 tokens, a sample takes 17" in line for line in said)
     assert len(built.valid[0][2]["tokens"]) == 16
 
 
-def test_a_corpus_too_small_for_a_blend_by_size_is_left_out(
-    a: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corpus_too_small_for_a_blend_by_size_is_left_out(a: str, tmp_path: Path) -> None:
     tiny = corpus(tmp_path / "tiny", 1, length=5)
-    built = build((40, 0, 0), data_path=(tiny, a), split="1")
+    said: list[str] = []
+    built = build((40, 0, 0), data_path=(tiny, a), split="1", say=said.append)
     assert built.train is not None and len(built.train) == 40
-    assert f"{tiny} gives no train sample" in caplog.text
+    assert any(f"WARNING: {tiny} gives no train sample" in line for line in said)
 
 
 def test_damaged_and_missing_files_are_named(a: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron.core.datasets.corpus import CorpusBuilder, samples_asked
 from megatron.core.datasets.sources import read_sources
 from megatron.core.datasets.split import SPLITS, Split
 from megatron.core.datasets.token_info import TokenInfo as TokenInfo
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError, silent
 
 Sizes = tuple[int | None, int | None, int | None]
 """Samples asked of train, valid and test: None for one pass, 0 for no data set at all."""
@@ -46,6 +46,7 @@ def build_datasets(
     *,
     extra: int = 1,
     keep_partial: bool = False,
+    say: Say = silent,
 ) -> Built:
     """Return the data sets of every split.
 
@@ -58,13 +59,14 @@ def build_datasets(
         policy: whether this process builds missing index files; by default it does.
         extra: tokens read beyond a sample for its labels; 0 shifts within the sample.
         keep_partial: keep a last validation sample that is shorter than the others.
+        say: told what takes long (index files that are built or waited for) and what is odd.
 
     Raises:
         UserError: data is missing, damaged, empty or of another tokenizer, or flags disagree.
     """
     if policy is None:
         policy = BuildPolicy(timeout=config.index_build_timeout)
-    builder = CorpusBuilder(config, info, seed, policy, extra, keep_partial)
+    builder = CorpusBuilder(config, info, seed, policy, extra, keep_partial, say)
     sources = read_sources(config)
     asked: dict[Split, int | None] = dict(zip(SPLITS, sizes, strict=True))
     if config.full_validation and asked["valid"] != 0:

@@ -15,7 +15,6 @@ Who builds is the caller's business: one process per place that the files are vi
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.utils import UserError, atomic_path
-
-logger = logging.getLogger(__name__)
+from megatron.core.utils import Say, UserError, atomic_path, silent
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -68,6 +65,7 @@ class IndexCache:
         description: the declared inputs; its ``class`` is part of the file names.
         split: the split's name.
         inputs: marks of the content that the description leaves out, compared at every use.
+        say: told what is built, why, and what is waited for.
     """
 
     def __init__(
@@ -76,12 +74,14 @@ class IndexCache:
         description: Mapping[str, Any],
         split: str,
         inputs: Mapping[str, Any],
+        say: Say = silent,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.description = describe(description)
         self.key = key_of(description)
         self.stem = f"{self.key}-{description['class']}-{split}"
         self.inputs = dict(inputs)
+        self.say = say
 
     def path(self, suffix: str) -> Path:
         """Return the path of ``STEM-suffix``."""
@@ -111,12 +111,10 @@ class IndexCache:
         if not policy.build:
             return self._wait(names, check, policy), "hit"
         if problem:
-            logger.warning("index files are built again: %s", problem)
-        started = time.monotonic()
-        logger.info("building index files %s-*.npy", self.folder / self.stem)
+            self.say(f"WARNING: index files are built again: {problem}")
+        self.say(f"building index files {self.folder / self.stem}-*.npy")
         arrays = build()
         self._store(arrays)
-        logger.info("built index files in %.1f s", time.monotonic() - started)
         found, problem = self._load(names, check)
         assert found is not None, f"{self.stem} was just written: {problem}"
         return found, "built"
@@ -186,6 +184,6 @@ class IndexCache:
                     "--index-build-timeout or prepare the files before the run"
                 )
             if now - reported >= policy.report_every:
-                logger.info("waiting %.0f s for %s (%s)", now - started, where, state)
+                self.say(f"waiting for {where}, for {now - started:.0f} s so far ({state})")
                 reported = now
             time.sleep(policy.poll)

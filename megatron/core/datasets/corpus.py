@@ -1,6 +1,5 @@
 """One split from its corpora: a corpus alone, or a blend of them, with their index files."""
 
-import logging
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +20,7 @@ from megatron.core.datasets.source import FileSource, MockSource, TokenSource
 from megatron.core.datasets.sources import SplitSource, normalize
 from megatron.core.datasets.split import rows_of, split_matrix
 from megatron.core.datasets.token_info import TokenInfo, check_tokenizer, sample_options
-from megatron.core.utils import UserError
-
-logger = logging.getLogger(__name__)
+from megatron.core.utils import Say, UserError, silent
 
 INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
@@ -46,6 +43,7 @@ class CorpusBuilder:
         policy: BuildPolicy,
         extra: int = 1,
         keep_partial: bool = False,
+        say: Say = silent,
     ) -> None:
         self.config = config
         self.info = info
@@ -54,6 +52,7 @@ class CorpusBuilder:
         self.options = sample_options(config, info, extra)
         self.fim = fim_options(config.fim, info) if config.fim.fim_data else None
         self.keep_partial = keep_partial
+        self.say = say
         self.files: dict[str, str] = {}
         self._open: dict[str, FileSource] = {}
 
@@ -105,10 +104,10 @@ class CorpusBuilder:
         tokens = int(corpus.sequence_lengths[start:end].sum(dtype=np.int64))
         if tokens >= self.config.seq_length + self.options.extra:
             return True
-        logger.warning(
-            "%s gives no %s sample (%d tokens in %d sequences) and is left out of the blend",
-            prefix, source.split, tokens, end - start,
-        )  # fmt: skip
+        self.say(
+            f"WARNING: {prefix} gives no {source.split} sample ({tokens} tokens in {end - start} "
+            "sequences) and is left out of the blend"
+        )
         return False
 
     def _corpora(
@@ -149,7 +148,7 @@ class CorpusBuilder:
         if folder is None and isinstance(tokens, FileSource):
             folder = os.path.join(tokens.name, "cache", f"{description['class']}_indices")
         marks = content_mark(lengths, rows, plan)
-        cache = IndexCache(folder, description, source.split, marks)
+        cache = IndexCache(folder, description, source.split, marks, self.say)
 
         def build() -> Arrays:
             index = build_sample_index(lengths, rows, plan, self.seed)
@@ -217,7 +216,7 @@ class CorpusBuilder:
             return None if got == [(expected,)] * 2 else f"shapes {got} are not {expected} samples"
 
         cache = IndexCache(
-            self.config.data_cache_path, description, source.split, {"members": lengths}
+            self.config.data_cache_path, description, source.split, {"members": lengths}, self.say
         )
         arrays, state = cache.get(BLEND_NAMES, build, check, self.policy)
         self._note(cache, state)
@@ -266,8 +265,10 @@ class CorpusBuilder:
                 f"(--seq-length {self.config.seq_length} and {self.options.extra} for the labels); "
                 "lower --seq-length or add data"
             )
-        logger.warning("%s has %d tokens, a sample takes %d: its documents repeat within samples",
-                       what, count, need)  # fmt: skip
+        self.say(
+            f"WARNING: {what} has {count} tokens, a sample takes {need}: its documents repeat "
+            "within samples"
+        )
 
     def _note(self, cache: IndexCache, state: str) -> None:
         if cache.folder is not None:
