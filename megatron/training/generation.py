@@ -73,7 +73,7 @@ class Generator:
         stream: Stream | None = None,
     ) -> list[tuple[str, Completion]]:
         """Return each prompt's continuation, as text without the stop token, and in detail."""
-        shown = [_Decoder(self.tokenizer) for _ in prompts]
+        shown = [_Decoder(self.tokenizer, prompt) for prompt in prompts]
 
         def on_token(sample: int, token: int) -> None:
             if stream is not None and token not in stop_tokens:
@@ -89,21 +89,28 @@ class Generator:
             use_cache=use_cache,
             on_token=on_token,
         )
-        return [(self.text(completion), completion) for completion in completions]
+        return [
+            (self.text(prompt, completion), completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
-    def text(self, completion: Completion) -> str:
-        """Return what a completion says, without the token that stopped it."""
+    def text(self, prompt: Sequence[int], completion: Completion) -> str:
+        """Return what a completion adds to its prompt, without the token that stopped it.
+
+        Both are decoded together: many tokenizers drop a space at the start of a text.
+        """
         kept = completion.tokens[:-1] if completion.finish == "stop" else completion.tokens
-        return self.tokenizer.decode(kept)
+        begun = self.tokenizer.decode(list(prompt))
+        return self.tokenizer.decode([*prompt, *kept])[len(begun) :]
 
 
 class _Decoder:
-    """Text of a growing list of tokens, without what may still change."""
+    """Text that a growing list of tokens adds to a prompt, without what may still change."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._length = 0
+        self._tokens = list(prompt)
+        self._length = len(tokenizer.decode(self._tokens))
 
     def add(self, token: int) -> str:
         """Return the text that this token completes; a torn character waits for its rest."""

@@ -1,0 +1,135 @@
+"""tools/generate_text.py on a checkpoint of a run that learned to count."""
+
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import pretrain_gpt
+from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.core.utils import UserError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+IDS = 20
+COUNT = "5 6 7 8"
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the checkpoints of a model that counts modulo 20; the vocabulary is padded."""
+    folder = tmp_path_factory.mktemp("generate")
+    with IndexedDatasetBuilder(str(folder / "count"), np.uint16) as builder:
+        for start in range(100):
+            builder.add_document([*((start + np.arange(30)) % IDS).tolist(), IDS])
+        builder.finalize()
+    words = (
+        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 "
+        "--seq-length 32 --micro-batch-size 8 --lr 1e-2 --lr-decay-style constant "
+        "--train-iters 60 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --device cpu "
+        f"--tokenizer-type NullTokenizer --vocab-size {IDS} --split 100,0,0 --eval-iters 0 "
+        f"--data-path {folder / 'count'} --save {folder / 'save'} --log-interval 100"
+    )
+    assert pretrain_gpt.main(words.split()) == 0
+    return str(folder / "save")
+
+
+@pytest.fixture
+def generate(checkpoints: str) -> Callable[..., int]:
+    tool = load_tool("generate_text")
+
+    def run(*more: object) -> int:
+        common = ["--load", checkpoints, "--device", "cpu", "--temperature", "0"]
+        code: int = tool.main([*common, *map(str, more)])
+        return code
+
+    return run
+
+
+def test_it_goes_on_counting(
+    generate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("--prompt", COUNT, "--num-tokens-to-generate", 6) == 0
+    assert "9 10 11 12 13 14" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cache", ["--kv-cache", "--no-kv-cache"])
+def test_a_file_of_prompts_of_several_lengths(
+    generate: Callable[..., int], tmp_path: Path, cache: str
+) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text(f"{COUNT}\n\n1 2 3\n11 12 13 14 15 16\n")
+    files = ("--prompt-file", prompts, "--output", output)
+    assert generate(*files, "--num-tokens-to-generate", 3, cache) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["tokens"] for record in records] == [[9, 10, 11], [4, 5, 6], [17, 18, 19]]
+    assert all(len(r["log_probabilities"]) == 3 and r["finish"] == "length" for r in records)
+
+
+def test_stop_tokens_and_samples(generate: Callable[..., int], tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    more = ("--prompt", COUNT, "--stop-token", "12", "--num-samples", 2, "--output", output)
+    assert generate(*more, "--num-tokens-to-generate", 9) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["tokens"] for record in records] == [[9, 10, 11, 12]] * 2
+    assert [record["finish"] for record in records] == ["stop", "stop"]
+    assert records[0]["text"] == " 9 10 11"
+
+
+def test_one_prompt_per_line(
+    generate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{COUNT}\nnot numbers\n2 3 4 5\n"))
+    assert generate("--num-tokens-to-generate", 2) == 0
+    printed = capsys.readouterr()
+    assert f"{COUNT} 9 10" in printed.out and "2 3 4 5 6 7" in printed.out
+    assert "not 'not'" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--prompt", "1", "--prompt-file", "x"), "exclude each other"),
+        (("--prompt-file", "absent.txt"), "absent.txt"),
+        (("--prompt", "1 2", "--stop-token", "3 4"), "2 tokens"),
+        (("--prompt", "1", "--top-p", "2"), "--top-p"),
+        (("--prompt", "1", "--ckpt-step", "7"), "7"),
+        (("--prompt", "1", "--num-tokens-to-generate", "100"), "--max-position-embeddings"),
+        (("--prompt", "1", "--num-samples", "0"), "--num-samples"),
+        (("--prompt", "1", "--temperature", "-1"), "--temperature"),
+        (
+            (
+                "--prompt",
+                "1",
+                "--no-such-flag",
+            ),
+            "--no-such-flag",
+        ),
+    ],
+)
+def test_mistakes_are_named(
+    generate: Callable[..., int], more: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        generate(*more)
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        load_tool("generate_text").main(["--load", str(tmp_path), "--prompt", "1"])
