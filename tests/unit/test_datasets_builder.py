@@ -328,6 +328,32 @@ def test_the_plan_of_single_sources_and_mock_data(a: str, b: str) -> None:
     assert describe(mock, (10, 0, 0))[0].sequences == 33_333
 
 
+def test_the_plan_of_splits_with_corpora_of_their_own(a: str, b: str) -> None:
+    flags = {"train_data_path": (a,), "valid_data_path": ("1", a, "1", b), "test_data_path": (b,)}
+    config = DataConfig.resolve(seq_length=16, **flags)
+    rows = describe(config, (200, 50, None))
+    assert [(row.split, row.source, row.samples) for row in rows] == [
+        ("train", a, 200),
+        ("valid", a, 25),
+        ("valid", b, 25),
+        ("test", b, 49),  # 799 tokens that have a successor
+    ]
+    alone = DataConfig.resolve(seq_length=16, multiple_validation_sets=True, **flags)
+    assert [row.samples for row in describe(alone, (0, 7, 0))] == [7, 7]
+
+
+def test_the_plan_tells_what_it_can_without_a_file(a: str, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    weighted = DataConfig.resolve(seq_length=16, data_path=("3", a, "1", gone), split="1")
+    here, absent = describe(weighted, (400, 0, 0))
+    assert (here.samples, here.epochs, here.absent) == (300, 2.4, False)
+    assert (absent.samples, absent.epochs, absent.absent) == (100, None, True)
+    assert "absent" in absent.line() and gone in absent.line() and "25.00%" in absent.line()
+    by_size = DataConfig.resolve(seq_length=16, data_path=(a, gone), split="1")
+    assert [row.samples for row in describe(by_size, (400, 0, 0))] == [None, None]
+    assert all("? epochs" in row.line() for row in describe(by_size, (400, 0, 0)))
+
+
 def test_the_position_in_the_data_counts_passes(a: str, b: str) -> None:
     built = build((400, 0, 0), data_path=("3", a, "1", b), split="80,20")
     assert built.train is not None
