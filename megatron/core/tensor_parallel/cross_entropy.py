@@ -46,7 +46,8 @@ class _CrossEntropy(torch.autograd.Function):
             local_N = labels_N - rows.start
             here_N1 = ((local_N >= 0) & (local_N < rows.valid)).unsqueeze(1)
             target_N1 = local_N.unsqueeze(1).masked_fill(~here_N1, 0)
-        target_logit_N = valid_Nv.gather(1, target_N1).squeeze(1) - largest_N
+        # From all local rows: a rank may hold nothing but padding.
+        target_logit_N = shifted_Nv.gather(1, target_N1).squeeze(1) - largest_N
         if here_N1 is not None:
             target_logit_N = target_logit_N.masked_fill(~here_N1.squeeze(1), 0.0)
         sums_3N = torch.stack([target_logit_N, target_logit_N, target_logit_N])
