@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megatron.core.tokenizers import library
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import MODULES
 from megatron.core.tokenizers.config import TOKENIZER_TYPES
@@ -102,6 +103,17 @@ def test_a_batch_gives_what_single_texts_give(lossless: Tokenizer) -> None:
         batch = lossless.encode_batch(texts, num_threads)
         assert [np.asarray(ids, dtype=np.int64).tolist() for ids in batch] == expected
     assert lossless.encode_batch([]) == []
+
+
+def test_threads_of_the_library_are_the_users_or_else_as_asked() -> None:
+    environ = {"OTHER": "1"}
+    assert library.use_threads(environ, 1) == {"TOKENIZERS_PARALLELISM": "false"}
+    assert environ == {"OTHER": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert library.use_threads(environ, 4) == {"RAYON_NUM_THREADS": "4"}
+    assert environ["TOKENIZERS_PARALLELISM"] == "false"
+    fresh: dict[str, str] = {}
+    library.use_threads(fresh, 4)
+    assert fresh == {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "4"}
 
 
 def test_an_id_out_of_range_is_named(lossless: Tokenizer) -> None:

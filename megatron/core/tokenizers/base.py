@@ -101,7 +101,13 @@ class Tokenizer(ABC):
         return self._encode(text)
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[Ids]:
-        """Return the ids of each text, as `encode` does, by the library's quickest way."""
+        """Return the ids of each text, as `encode` does, by the library's quickest way.
+
+        Args:
+            texts: valid Unicode.
+            num_threads: threads that encode, for the libraries that can be told so; that of Hugging
+                Face cannot, see `library.use_threads`.
+        """
         for text in texts:
             _check_text(text)
         return self._encode_batch(list(texts), num_threads)

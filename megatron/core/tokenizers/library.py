@@ -1,13 +1,11 @@
 """Tokenizers that the ``tokenizers`` library runs: GPT-2, BERT and every tokenizer.json.
 
-The library's BPE remembers recent words, up to a fixed number of them. It takes its number of
-threads from the environment alone, see `_threads`.
+The library's BPE remembers recent words, up to a fixed number of them. How many threads encode a
+batch is a matter of the process, see `use_threads`.
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from megatron.core.tokenizers.base import Ids, SpecialIds, Tokenizer
@@ -56,8 +54,7 @@ class LibraryTokenizer(Tokenizer):
         return self._without_special(ids)
 
     def _encode_batch(self, texts: list[str], num_threads: int) -> list[Ids]:
-        with _threads(num_threads):
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._without_special(encoding.ids) for encoding in encodings]
 
     def _without_special(self, ids: list[int]) -> list[int]:
@@ -110,20 +107,16 @@ def sentinel_names(count: int) -> list[str]:
     return [f"<extra_id_{i}>" for i in range(count)]
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let the library use ``count`` threads, unless the user's environment says otherwise.
+def use_threads(environ: MutableMapping[str, str], count: int) -> dict[str, str]:
+    """Let the library encode a batch with ``count`` threads, and return what was set for that.
 
-    Whether it uses threads is read at every call; how many, when the first such call makes its
-    pool, which then stays. Both come only from environment variables.
+    It takes both settings from environment variables alone: at every call whether it uses threads,
+    and at the first such call how many. So an entry point gives its ``os.environ`` once, before it
+    encodes; without that a batch takes all cores. What the user has set stays.
     """
-    settings = {"TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
+    wanted = {"TOKENIZERS_PARALLELISM": "true" if count > 1 else "false"}
     if count > 1:
-        settings["RAYON_NUM_THREADS"] = str(count)
-    ours = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
+        wanted["RAYON_NUM_THREADS"] = str(count)
+    ours = {name: value for name, value in wanted.items() if name not in environ}
+    environ.update(ours)
+    return ours
