@@ -58,13 +58,11 @@ setup(
         "torch>=2.11",
         "numpy>=1.26",
         "pyyaml>=6",
-        "regex",
-        "safetensors>=0.4",
         "sentencepiece>=0.2",
         "tensorboard>=2.15",
         "tiktoken>=0.7",
         "tokenizers>=0.19",
-        "tqdm>=4.60",
+        "zstandard>=0.22",
     ],
     extras_require={
         "flash-attn": ["flash-attn>=2.6"],
@@ -72,7 +70,6 @@ setup(
         "triton": ["triton>=3.4"],
         "wandb": ["wandb>=0.17"],
         "parquet": ["pyarrow>=15"],
-        "zstd": ["zstandard>=0.22"],
         "ray": ["ray>=2.20"],
     },
 )
