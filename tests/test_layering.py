@@ -14,25 +14,25 @@ ALLOWED = {
     "grid": "utils config",
     "datasets": "utils config",
     "tokenizers": "utils config",
-    "kernels": "utils config",
-    "mesh": "utils config grid",
-    "sharding": "grid",
+    "kernels": "utils",
+    "mesh": "grid",
+    "sharding": "",
     "parallel_state": "mesh",
-    "rng": "mesh sharding",
-    "comm": "utils mesh",
+    "rng": "sharding",
+    "comm": "mesh",
     "recompute": "config rng mesh comm",
-    "precision": "utils config kernels comm mesh",
-    "tensor_parallel": "utils config kernels mesh comm rng sharding precision",
+    "precision": "utils config",
+    "tensor_parallel": "utils kernels mesh comm sharding",
     "context_parallel": "utils config kernels mesh comm rng",
     "pipeline_parallel": "utils config mesh comm",
-    "dist_checkpointing": "utils config mesh comm sharding",
-    "distributed": "utils config mesh comm sharding precision",
+    "dist_checkpointing": "utils mesh comm sharding",
+    "distributed": "utils mesh comm sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
-    "transformer": "utils config kernels mesh comm rng sharding recompute precision "
-    "tensor_parallel context_parallel",
-    "models": "utils config kernels mesh comm rng sharding recompute precision tensor_parallel "
-    "context_parallel transformer pipeline_parallel",
-    "inference": "models transformer tokenizers kernels mesh comm rng utils config",
+    "transformer": "utils config kernels mesh rng sharding recompute tensor_parallel "
+    "context_parallel",
+    "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
+    "transformer pipeline_parallel",
+    "inference": "utils rng models",
 }
 
 
