@@ -36,10 +36,8 @@ def choose(config: CheckpointConfig, say: Say) -> Source | None:
         found = find(config.load, config.ckpt_step, say)
         if found is not None:
             return Source(found, config.finetune)
-    elif config.ckpt_step is not None:
-        raise UserError(f"--ckpt-step ({config.ckpt_step}) needs --load")
     if config.pretrained_checkpoint is not None:
-        found = find(config.pretrained_checkpoint, None, say)
+        found = find(config.pretrained_checkpoint, config.pretrained_step, say)
         if found is None:
             raise UserError(
                 f"--pretrained-checkpoint ({config.pretrained_checkpoint}) holds no checkpoint"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megatron.core.config import Config, check_at_least, option
 from megatron.core.datasets.config import DataConfig
+from megatron.core.dist_checkpointing.strictness import Strictness
 from megatron.core.grid import ParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule, build_schedule
@@ -186,7 +187,8 @@ class CheckpointConfig(Config):
     """Folder to continue from; absent or empty, training starts from scratch with a warning."""
 
     ckpt_step: int | None = option(None)
-    """Load this iteration instead of the newest."""
+    """Load this iteration instead of the newest: of --load, or of --pretrained-checkpoint when only
+    that is given."""
 
     load_optim: bool = option(True)
     """Restore the optimizer's state."""
@@ -206,16 +208,7 @@ class CheckpointConfig(Config):
     verify_integrity: bool = option(False)
     """Compare every checksum of a checkpoint before it is loaded (they are always written)."""
 
-    dist_ckpt_strictness: Literal[
-        "raise_all",
-        "raise_unexpected",
-        "log_all",
-        "log_unexpected",
-        "assume_ok_unexpected",
-        "return_all",
-        "return_unexpected",
-        "ignore_all",
-    ] = option("raise_all")
+    dist_ckpt_strictness: Strictness = option("raise_all")
     """What to do when checkpoint and run do not hold the same tensors."""
 
     exit_on_failed_save: bool = option(False)
@@ -231,6 +224,11 @@ class CheckpointConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
+
+    @property
+    def pretrained_step(self) -> int | None:
+        """Return the iteration to take of --pretrained-checkpoint; None for the newest."""
+        return None if self.load else self.ckpt_step
 
 
 class LoggingConfig(Config):

@@ -41,7 +41,8 @@ from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, Samples, training_numbers
 from megatron.training.checkpoint_facts import RunFacts
-from megatron.training.checkpointing import Loaded, load_checkpoint, save_checkpoint, warn_of_space
+from megatron.training.checkpoint_load import Loaded, load_checkpoint
+from megatron.training.checkpoint_save import save_checkpoint, warn_of_space
 from megatron.training.config import RunConfig
 from megatron.training.data import RunData
 from megatron.training.devices import peak_flops

@@ -23,9 +23,9 @@ from megatron.core.optimizer.schedule import Progress, Schedule, build_schedule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init, Region, Sharding, whole
 from megatron.core.utils import UserError
-from megatron.training import checkpoint_source, checkpointing, random_states
+from megatron.training import checkpoint_load, checkpoint_save, checkpoint_source, random_states
 from megatron.training.checkpoint_facts import RunFacts
-from megatron.training.checkpointing import Loaded
+from megatron.training.checkpoint_load import Loaded
 from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 
@@ -103,8 +103,8 @@ class Run:
             self.state.consumed_samples += 4
         return self
 
-    def save(self) -> checkpointing.Saved:
-        return checkpointing.save_checkpoint(
+    def save(self) -> checkpoint_save.Saved:
+        return checkpoint_save.save_checkpoint(
             self.config,
             MESH,
             [self.model],
@@ -115,7 +115,7 @@ class Run:
         )
 
     def load(self) -> "Run":
-        self.loaded = checkpointing.load_checkpoint(
+        self.loaded = checkpoint_load.load_checkpoint(
             self.config,
             self.schedule_config,
             MESH,
@@ -373,6 +373,16 @@ def test_a_pretrained_checkpoint_gives_weights_until_the_run_has_its_own(tmp_pat
     assert equal(run.weights(), old.weights()) and run.loaded.parts == ("weights",)
     run.train(1).save()
     assert Run(tmp_path / "new", **flags).load().state.iteration == 1
+    old.train(5).save()
+    # Without --load the step names one of the pretrained; with it, one of the run's own.
+    for step, load in ((3, None), (5, None)):
+        run = Run(tmp_path / "third", **flags, ckpt_step=step, load=load).load()
+        assert (run.loaded.folder, run.state.iteration) == (
+            tmp_path / "old" / f"iter_{step:07d}",
+            0,
+        )
+    with pytest.raises(UserError, match=r"--ckpt-step \(3\).*complete ones: 1"):
+        Run(tmp_path / "new", **flags, ckpt_step=3).load()
     with pytest.raises(UserError, match="--pretrained-checkpoint .* holds no checkpoint"):
         Run(tmp_path / "x", pretrained_checkpoint=str(tmp_path / "absent")).load()
 
@@ -526,10 +536,10 @@ def test_ckpt_21_too_little_space_is_said_at_the_start(
 ) -> None:
     run = Run(tmp_path / "new")
     arguments = (run.config, MESH, [run.model], run.optimizer, run.lines.append)
-    checkpointing.warn_of_space(*arguments)
+    checkpoint_save.warn_of_space(*arguments)
     assert run.lines == []
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: type("", (), {"free": 100})())
-    checkpointing.warn_of_space(*arguments)
+    checkpoint_save.warn_of_space(*arguments)
     assert len(run.lines) == 1 and "100 B free" in run.text
 
 

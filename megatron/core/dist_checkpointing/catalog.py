@@ -12,7 +12,6 @@ through to the one before it. Everything passed over is named with its reason.
 
 import os
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -174,15 +173,13 @@ def clear(root: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def prune(
-    root: Path, keep_last: int, retain_interval: int | None, pinned: Collection[int]
-) -> list[Path]:
+def prune(root: Path, keep_last: int, retain_interval: int | None) -> list[Path]:
     """Remove older complete checkpoints and return their folders; rank 0 alone calls this.
 
     Kept are the newest ``keep_last`` up to the one that the tracker names, multiples of
-    ``retain_interval``, ``pinned`` iterations, folders with a file called ``keep``, and all that is
-    not complete, not in our format, or beyond the tracker. A folder is renamed before it is
-    removed, so a stop in between leaves no checkpoint that looks whole.
+    ``retain_interval``, folders with a file called ``keep``, and all that is not complete, not in
+    our format, or beyond the tracker. A folder is renamed before it is removed, so a stop in
+    between leaves no checkpoint that looks whole.
     """
     catalog = scan(root)
     if not isinstance(catalog.tracker, int):
@@ -194,7 +191,7 @@ def prune(
     for found in older[:-keep_last]:
         iteration = int(found.name)
         retained = retain_interval is not None and iteration % retain_interval == 0
-        if retained or iteration in pinned or (found.folder / PIN).exists():
+        if retained or (found.folder / PIN).exists():
             continue
         doomed = found.folder.with_name(found.folder.name + DELETED)
         os.rename(found.folder, doomed)

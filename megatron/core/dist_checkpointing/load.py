@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,23 +38,13 @@ from megatron.core.dist_checkpointing.plan import (
     uncovered,
     volume,
 )
+from megatron.core.dist_checkpointing.strictness import (
+    LENIENT_ABOUT_MISSING,
+    STRICT_ABOUT_UNEXPECTED,
+    Strictness,
+)
 from megatron.core.mesh import Axis
 from megatron.core.sharding import Box, box_shape, box_slices
-
-Strictness = Literal[
-    "raise_all",
-    "raise_unexpected",
-    "log_all",
-    "log_unexpected",
-    "assume_ok_unexpected",
-    "return_all",
-    "return_unexpected",
-    "ignore_all",
-]
-"""Megatron's words for what a key without a partner means."""
-
-_LENIENT_ABOUT_MISSING = ("log_all", "return_all", "ignore_all")
-_STRICT_ABOUT_UNEXPECTED = ("raise_all", "raise_unexpected")
 
 
 @dataclass
@@ -251,8 +241,8 @@ def load(
     _refuse(
         checkpoint,
         [
-            ("missing", report.missing if strictness not in _LENIENT_ABOUT_MISSING else []),
-            ("unexpected", report.unexpected if strictness in _STRICT_ABOUT_UNEXPECTED else []),
+            ("missing", report.missing if strictness not in LENIENT_ABOUT_MISSING else []),
+            ("unexpected", report.unexpected if strictness in STRICT_ABOUT_UNEXPECTED else []),
             ("of another shape or type", _all([text for text in misfits if text], world)),
         ],
     )

@@ -228,16 +228,22 @@ def save(items: Iterable[Item], final: Path, facts: Mapping[str, Any], world: Ax
     partial = final.with_name(final.name + PARTIAL)
     first = world.coordinate == 0
     staged = stage(items)
-    problem = _attempt(lambda: _prepare(partial), first)
-    sizes = comm.gather_objects(staged.bytes, world)
-    if first and problem is None:
-        problem = lacking_space(partial, sum(sizes))
-    _agree(problem, partial, world)
-    problem = _attempt(lambda: write(staged, partial, world.coordinate), True)
-    _agree(problem, partial, world)
     published: list[Index] = []
-    problem = _attempt(lambda: published.append(publish(partial, final, world.size, facts)), first)
-    _agree(problem, partial, world)
+    try:
+        problem = attempt(lambda: _prepare(partial), first)
+        sizes = comm.gather_objects(staged.bytes, world)
+        if first and problem is None:
+            problem = lacking_space(partial, sum(sizes))
+        agree(problem, world)
+        agree(attempt(lambda: write(staged, partial, world.coordinate), True), world)
+        problem = attempt(
+            lambda: published.append(publish(partial, final, world.size, facts)), first
+        )
+        agree(problem, world)
+    except SaveError:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return published[0] if published else None
 
 
@@ -247,7 +253,7 @@ def _prepare(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _attempt(action: Callable[[], object], mine: bool) -> str | None:
+def attempt(action: Callable[[], object], mine: bool) -> str | None:
     """Do ``action`` if it is this rank's; say what the file system or a check had against it."""
     try:
         if mine:
@@ -257,14 +263,16 @@ def _attempt(action: Callable[[], object], mine: bool) -> str | None:
     return None
 
 
-def _agree(problem: str | None, partial: Path, world: Axis) -> None:
-    """Go on if no rank has a problem; else clean up and raise on every rank."""
+def agree(problem: str | None, world: Axis) -> None:
+    """Go on if no rank has a problem; a collective of ``world``.
+
+    Raises:
+        SaveError: some rank has one; every rank raises.
+    """
     problems = [
         f"rank {rank}: {text}" if world.size > 1 else text
         for rank, text in enumerate(comm.gather_objects(problem, world))
         if text is not None
     ]
     if problems:
-        if world.coordinate == 0:
-            shutil.rmtree(partial, ignore_errors=True)
         raise SaveError("; ".join(problems))
