@@ -82,13 +82,13 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.rows = rows
         self.axis = mesh.tp
-        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.sequence_parallel = sequence_parallel
         shape = (rows.count, hidden_size)
         self.weight = make_parameter(rows.record(hidden_size, init), shape, mesh, dtype)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         tokens_SB = tokens_BS.t()
-        if self.axis.size == 1:
+        if self.axis.size == 1:  # all rows are here: no masks
             return _Lookup.apply(self.weight, tokens_SB)  # type: ignore[no-any-return]
         local_SB = tokens_SB - self.rows.start
         foreign_SB = (local_SB < 0) | (local_SB >= self.rows.count)

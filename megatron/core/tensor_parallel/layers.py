@@ -6,11 +6,13 @@ weight gradient themselves, straight into ``weight.grad`` when that buffer exist
 of a gradient is made and microbatches add up in place; the input gradient's collective runs
 meanwhile.
 
-Shapes: S sequence, B batch, I input features, O output features; a lower-case letter is this
-rank's share.
+Shapes: S sequence, B batch, I input features, O output features, N tokens; a lower-case letter is
+this rank's share. In the linear op itself all letters are what this rank holds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,22 @@ from megatron.core.sharding import Init, Sharding
 from megatron.core.tensor_parallel import mappings
 
 GradReady = Callable[[nn.Parameter], None]
+# Innermost last. Of the process, not of a thread: on CUDA autograd runs backwards in its own.
+_postponed: list[list[Callable[[], Any]]] = []
+
+
+@contextmanager
+def postponing() -> Iterator[list[Callable[[], Any]]]:
+    """Collect the weight gradients of backwards in the block, uncomputed, each in a closure.
+
+    Only weights with a gradient buffer may be among them: there is nobody to return one to.
+    """
+    tasks: list[Callable[[], Any]] = []
+    _postponed.append(tasks)
+    try:
+        yield tasks
+    finally:
+        _postponed.remove(tasks)
 
 
 class _Linear(torch.autograd.Function):
@@ -30,45 +48,50 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, gathers: bool
+        ctx: Any,
+        x_SBI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        axis: Axis,
+        gathers: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x_SBI, weight_OI, bias_O)
         ctx.axis, ctx.gathers = axis, gathers
         # The gathered input is not kept: backward gathers again, so that a rank holds its share.
-        return matmul.linear(comm.all_gather(x, axis) if gathers else x, weight, bias)
+        whole_SBI = comm.all_gather(x_SBI, axis) if gathers else x_SBI
+        return matmul.linear(whole_SBI, weight_OI, bias_O)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight, bias = ctx.saved_tensors
-        axis, grad = ctx.axis, grads[0].contiguous()
-        grad_x = pending = None
+        x_SBI, weight_OI, bias_O = ctx.saved_tensors
+        axis, grad_SBO = ctx.axis, grads[0].contiguous()
+        dx_SBI = dw_OI = db_O = pending = None
         if ctx.needs_input_grad[0]:
-            partial = matmul.matmul(grad, weight)
-            if ctx.gathers and axis.size > 1:
-                grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-                pending = comm.reduce_scatter_into(grad_x, partial, axis, async_op=True)
+            dx_SBI = matmul.matmul(grad_SBO, weight_OI)
+            if ctx.gathers:
+                partial_SBI, dx_SBI = dx_SBI, x_SBI.new_empty(x_SBI.shape)
+                pending = comm.reduce_scatter_into(dx_SBI, partial_SBI, axis, async_op=True)
             else:
-                grad_x = partial
-                pending = comm.all_reduce(grad_x, axis, async_op=True)
-        whole = comm.all_gather(x.contiguous(), axis) if ctx.gathers else x
-        grad_weight = _weight_gradient(weight, grad, whole) if ctx.needs_input_grad[1] else None
-        grad_bias = None
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = accumulate(bias, grad.flatten(0, -2).sum(0))
+                pending = comm.all_reduce(dx_SBI, axis, async_op=True)
+        if ctx.needs_input_grad[1]:
+            whole_SBI = comm.all_gather(x_SBI.contiguous(), axis) if ctx.gathers else x_SBI
+            dw_OI = _weight_gradient(weight_OI, grad_SBO, whole_SBI)
+        if bias_O is not None and ctx.needs_input_grad[2]:
+            db_O = accumulate(bias_O, grad_SBO.flatten(0, -2).sum(0))
         if pending is not None:
             pending.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return dx_SBI, dw_OI, db_O, None, None
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+def _weight_gradient(weight_OI: Tensor, grad_SBO: Tensor, x_SBI: Tensor) -> Tensor | None:
     """Add ``grad.T @ x`` to the weight's gradient buffer, or return it when there is none."""
-    grad_NO, x_NI = grad.flatten(0, -2), x.flatten(0, -2)
-    if weight.grad is None:
+    grad_NO, x_NI = grad_SBO.flatten(0, -2), x_SBI.flatten(0, -2)
+    if weight_OI.grad is None:
         return matmul.matmul(grad_NO.t(), x_NI)
-    matmul.accumulate_wgrad(weight.grad, grad_NO, x_NI)
-    ready(weight)
+    matmul.accumulate_wgrad(weight_OI.grad, grad_NO, x_NI)
+    ready(weight_OI)
     return None
 
 
@@ -88,13 +111,15 @@ def ready(parameter: Tensor) -> None:
         notify(parameter)  # type: ignore[arg-type]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, gathers: bool) -> Tensor:
+def linear(
+    x_SBI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, axis: Axis, gathers: bool
+) -> Tensor:
     """Return ``x @ weight.T + bias``; the input gradient is summed over ``axis``.
 
     With ``gathers`` the input is this rank's share of the sequence (dim 0): it is gathered on the
     way in, and its gradient scattered on the way out.
     """
-    return _Linear.apply(x, weight, bias, axis, gathers)  # type: ignore[no-any-return]
+    return _Linear.apply(x_SBI, weight_OI, bias_O, axis, gathers)  # type: ignore[no-any-return]
 
 
 def make_parameter(
@@ -134,7 +159,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = mesh.tp
-        self.gathers = sequence_parallel and mesh.tp.size > 1
+        self.gathers = sequence_parallel
         self.weight = make_parameter(record, (rows, record.shape[1]), mesh, dtype)
         self.bias = make_parameter(bias_record(record), (rows,), mesh, dtype) if bias else None
 
@@ -157,7 +182,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = mesh.tp
-        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.sequence_parallel = sequence_parallel
         self.alone = Axis("none", (mesh.rank,), 0, None)
         self.weight = make_parameter(record, (record.shape[0], columns), mesh, dtype)
         # The bias is added once, after the sum; its gradient is partial where the sequence is cut.
@@ -168,7 +193,7 @@ class RowParallelLinear(nn.Module):
         self.bias = make_parameter(whole, record.shape[:1], mesh, dtype) if bias else None
 
     def forward(self, x_SBi: Tensor) -> Tensor:
-        if self.axis.size == 1:
+        if self.axis.size == 1:  # nothing is summed: the product adds the bias, a pass less
             return linear(x_SBi, self.weight, self.bias, self.axis, False)
         partial = linear(x_SBi, self.weight, None, self.alone, False)
         y_SBO = mappings.leave(partial, self.axis, self.sequence_parallel)
