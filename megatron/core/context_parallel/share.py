@@ -1,0 +1,157 @@
+"""One rank's queries against the keys of any rank: what the ring and the all-gather have in common.
+
+Both bring the keys and values of every rank here, one rank's at a time or all at once. Each rank's
+are two runs of positions (`partition`), so that there are up to four blocks per pair of ranks;
+those that are wholly masked are skipped, which leaves every rank the same work under a causal mask.
+
+Shapes: s positions and t keys of a rank, B batch, n heads, g query groups, r = n / g, D head size,
+E value head size, X = D + E.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.partition import spans
+from megatron.core.kernels.attention import Extras, Rule
+from megatron.core.kernels.dtypes import accumulate_dtype
+from megatron.core.kernels.ring_block import (
+    BlockAttention,
+    Rows,
+    Sight,
+    finish,
+    merge,
+    sink_gradient,
+)
+from megatron.core.mesh import Axis
+
+
+class _Block(NamedTuple):
+    queries: range
+    keys: range
+    rows: slice
+    columns: slice
+    """The same two runs, as they lie in a rank's tensors."""
+
+
+def fuse(k_tBgD: Tensor, v_tBgE: Tensor) -> Tensor:
+    """Return kv_BgtX, keys beside values, as they travel."""
+    return torch.cat([x.permute(1, 2, 0, 3) for x in (k_tBgD, v_tBgE)], -1)
+
+
+def group(q_sBnD: Tensor, groups: int) -> Tensor:
+    """Return queries (or their gradients, or outputs) as [B, g, r, s, D]."""
+    q_sBgrD: Tensor = q_sBnD.unflatten(2, (groups, -1))
+    return q_sBgrD.permute(1, 2, 3, 0, 4)
+
+
+def ungroup(x_BgrsD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [s, B, n, D], in ``dtype``."""
+    x_sBnD: Tensor = x_BgrsD.permute(3, 0, 1, 2, 4).flatten(2, 3)
+    return x_sBnD.to(dtype)
+
+
+class Share:
+    """The queries of this rank."""
+
+    def __init__(self, q_BgrsD: Tensor, head_size: int, blocks: BlockAttention, axis: Axis) -> None:
+        self.q, self.head_size, self.blocks, self.axis = q_BgrsD, head_size, blocks, axis
+        self.dtype = accumulate_dtype(q_BgrsD.dtype)
+
+    def start(self, value_size: int) -> tuple[Tensor, Tensor]:
+        """Return out_BgrsE and lse_Bgrs that have seen nothing."""
+        out = self.q.new_zeros(*self.q.shape[:4], value_size, dtype=self.dtype)
+        return out, torch.full_like(out[..., 0], -torch.inf)
+
+    def see(self, kv_BgtX: Tensor, source: int, out: Tensor, lse: Tensor) -> None:
+        """Take the keys of coordinate ``source`` into ``out`` and ``lse``."""
+        k, v = self._split(kv_BgtX)
+        for block in self._blocks(kv_BgtX, source):
+            q, keys = self.q[:, :, :, block.rows], block.columns
+            piece = self.blocks.forward(q, k[:, :, keys], v[:, :, keys], block.queries, block.keys)
+            if piece is not None:
+                merge(out[:, :, :, block.rows], lse[:, :, :, block.rows], *piece)
+
+    def back(self, kv_BgtX: Tensor, source: int, rows: Rows, grad_kv_BgtX: Tensor) -> None:
+        """Add to ``rows.grad_q`` and ``grad_kv`` what the keys of ``source`` give."""
+        k, v = self._split(kv_BgtX)
+        grad_k, grad_v = self._split(grad_kv_BgtX)
+        for block in self._blocks(kv_BgtX, source):
+            keys = block.columns
+            self.blocks.backward(
+                self.q[:, :, :, block.rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                (block.queries, block.keys),
+                Rows(*(x[:, :, :, block.rows] for x in rows)),
+                grad_k[:, :, keys],
+                grad_v[:, :, keys],
+            )
+
+    def no_gradient(self, kv: Tensor) -> Tensor:
+        """Return zeros to sum the gradients of keys and values in: at least fp32."""
+        return torch.zeros_like(kv, dtype=self.dtype)
+
+    def _split(self, kv_BgtX: Tensor) -> tuple[Tensor, Tensor]:
+        return kv_BgtX[..., : self.head_size], kv_BgtX[..., self.head_size :]
+
+    def _blocks(self, kv_BgtX: Tensor, source: int) -> Iterator[_Block]:
+        size, here = self.axis.size, self.axis.coordinate
+        s, t = self.q.shape[3], kv_BgtX.shape[2]
+        halves = [(slice(0, n // 2), slice(n // 2, n)) for n in (s, t)]
+        for queries, rows in zip(spans(s * size, here, size), halves[0], strict=True):
+            for keys, columns in zip(spans(t * size, source, size), halves[1], strict=True):
+                yield _Block(queries, keys, rows, columns)
+
+
+def begin(
+    q_sBnD: Tensor, k_tBgD: Tensor, v_tBgE: Tensor, rule: Rule, extras: Extras, axis: Axis
+) -> tuple[Share, Tensor]:
+    """Return this rank's share and its kv_BgtX."""
+    whole = q_sBnD.shape[0] * axis.size
+    if k_tBgD.shape[0] != q_sBnD.shape[0]:
+        assert not (rule.causal or rule.window or extras.packing), "keys of another sequence"
+    sight = Sight(rule, extras.packing, q_sBnD.shape[1], whole, q_sBnD.device)
+    blocks = BlockAttention.of(rule, extras, sight, _seed(extras, q_sBnD.device))
+    q_BgrsD = group(q_sBnD, k_tBgD.shape[2]).contiguous()
+    return Share(q_BgrsD, q_sBnD.shape[3], blocks, axis), fuse(k_tBgD, v_tBgE)
+
+
+def end(
+    ctx: Any, share: Share, kv: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
+    """Return out_sBnE; keep what backward needs, which does not grow with the number of ranks."""
+    finish(out, lse, sink)
+    out_sBnE = ungroup(out, share.q.dtype)
+    ctx.save_for_backward(share.q, kv, sink, out_sBnE, lse)
+    ctx.head_size, ctx.blocks, ctx.axis = share.head_size, share.blocks, share.axis
+    return out_sBnE
+
+
+def resume(ctx: Any, grad_out_sBnE: Tensor) -> tuple[Share, Tensor, Rows, Tensor | None]:
+    """Return the share, its kv_BgtX, what its rows know, and the sinks' gradient."""
+    q, kv, sink, out_sBnE, lse = ctx.saved_tensors
+    share = Share(q, ctx.head_size, ctx.blocks, ctx.axis)
+    products = out_sBnE.to(share.dtype) * grad_out_sBnE
+    delta = group(products.sum(-1, keepdim=True), q.shape[1])[..., 0]
+    grad = group(grad_out_sBnE, q.shape[1])
+    rows = Rows(grad, lse, delta, torch.zeros_like(q, dtype=share.dtype))
+    return share, kv, rows, None if sink is None else sink_gradient(sink, lse, delta)
+
+
+def gradients(share: Share, rows: Rows, grad_kv_BgtX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v as they were given."""
+    dtype, size = share.q.dtype, share.head_size
+    kv_tBgX = grad_kv_BgtX.permute(2, 0, 1, 3).to(dtype)
+    return ungroup(rows.grad_q_BgrcD, dtype), kv_tBgX[..., :size], kv_tBgX[..., size:]
+
+
+def _seed(extras: Extras, device: torch.device) -> int:
+    """Return a number from the generator that the dropout is to come from."""
+    if extras.dropout_p == 0:
+        return 0
+    with extras.dropout_scope or nullcontext():
+        return int(torch.randint(2**62, (), device=device))
