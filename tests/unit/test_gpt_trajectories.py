@@ -1,8 +1,8 @@
-"""Our GPT with Megatron-core's weights gives Megatron-core's logits and gradients.
+"""Our GPT with Megatron-core's weights gives Megatron-core's logits, gradients and training.
 
 The cases under ``tests/data/mcore_trajectories`` were made with Megatron-core 0.19.2 in fp32:
-initial weights, batches, logits of the first microbatch, and every gradient of the first iteration
-before clipping.
+initial weights, batches, logits of the first microbatch, every gradient of the first iteration
+before clipping, losses and gradient norms of five iterations and of two more after a checkpoint.
 """
 
 import json
@@ -13,16 +13,21 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core import rng
 from megatron.core.config import specs
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.config import HealthConfig
+from megatron.training.checkpoint_facts import RunFacts
+from megatron.training.checkpoint_load import load_checkpoint
+from megatron.training.checkpoint_save import save_checkpoint
+from megatron.training.config import CheckpointConfig, HealthConfig
 from megatron.training.health import Health
 from megatron.training.objective import Objective
+from megatron.training.state import TrainState
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers
 from pretrain_gpt import forward_step
@@ -93,41 +98,72 @@ def test_first_gradients_and_losses(name: str) -> None:
         torch.testing.assert_close(grads[ours(key)], want, rtol=2e-5, atol=2e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_seven_iterations(name: str) -> None:
-    """Loss and gradient norm of every iteration, through our objective and optimizer."""
-    model, batches, case = load_case(name, torch.float32)
-    mesh = model.mesh
-    settings = OptimizerConfig.resolve(
-        adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, weight_decay=0.1, clip_grad=1.0
-    )
-    optimizer = build_optimizer(settings, [model], mesh, PrecisionConfig.resolve())
-    objective = Objective("--calculate-per-token-loss" in case["flags"], mesh)
-    step = TrainStep(
-        model,
-        optimizer,
-        forward_step,
-        objective,
-        Health(HealthConfig.resolve()),
-        Timers(0),
-        seed=0,
-    )
-    records = [*case["iterations"], *case["after_checkpoint"]]
-    for index, record in enumerate(records):
-        plan = Plan(iteration=index + 1, samples=range(4), learning_rate=5e-3, weight_decay=0.1)
+class Training:
+    """A case's model in training, through our objective and optimizer."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.batches, self.case = load_case(name, torch.float32)
+        settings = OptimizerConfig.resolve(
+            adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, weight_decay=0.1, clip_grad=1.0
+        )
+        mesh = self.model.mesh
+        self.optimizer = build_optimizer(settings, [self.model], mesh, PrecisionConfig.resolve())
+        self.objective = Objective("--calculate-per-token-loss" in self.case["flags"], mesh)
+        self.step = TrainStep(
+            self.model,
+            self.optimizer,
+            forward_step,
+            self.objective,
+            Health(HealthConfig.resolve()),
+            Timers(0),
+            seed=0,
+        )
+
+    def iterate(self, record: dict) -> None:
+        """Run the iteration of a record, and compare loss and gradient norm with it."""
+        number = record["iteration"]
+        plan = Plan(iteration=number, samples=range(4), learning_rate=5e-3, weight_decay=0.1)
         microbatches = [
-            {key: batches[key][index, number] for key in ("tokens", "labels", "loss_mask")}
-            for number in range(2)
+            {key: self.batches[key][number - 1, m] for key in ("tokens", "labels", "loss_mask")}
+            for m in range(2)
         ]
-        nominal = objective.nominal(4, 2, 32)
-        result = step.run(plan, microbatches, nominal, lambda: (False, False, False))
-        reported = result.totals.loss
-        if not objective.per_token:
+        if not self.objective.per_token:
             # The reference reports the mean over tokens in both modes; masks are full here.
             assert all(float(batch["loss_mask"].min()) == 1.0 for batch in microbatches)
-        assert reported == pytest.approx(record["lm_loss"], rel=1e-5)
-        assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=2e-5)
-        if record["iteration"] == 5:
-            for key, norm in case["final_weight_l2"].items():
-                weight = dict(model.named_parameters())[ours(key)].detach()
-                assert float(weight.norm()) == pytest.approx(norm, rel=1e-5), key
+        nominal = self.objective.nominal(4, 2, 32)
+        result = self.step.run(plan, microbatches, nominal, lambda: (False, False, False))
+        assert result.totals.loss == pytest.approx(record["lm_loss"], rel=1e-5)
+        assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_five_iterations_and_two_after_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Loss and gradient norm of every iteration, the last two by a model that starts from disk."""
+    first = Training(name)
+    for record in first.case["iterations"]:
+        first.iterate(record)
+    assert record["iteration"] == 5
+    for key, norm in first.case["final_weight_l2"].items():
+        weight = dict(first.model.named_parameters())[ours(key)].detach()
+        assert float(weight.norm()) == pytest.approx(norm, rel=1e-5), key
+    config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
+    facts = RunFacts(
+        config={},
+        schedule=None,
+        tokenizer="",
+        vocabulary=128,
+        vocabulary_rows=128,
+        objective="tokens" if first.objective.per_token else "microbatches",
+    )
+    mesh, state = first.model.mesh, TrainState(iteration=5, consumed_samples=20)
+    save_checkpoint(config, mesh, [first.model], first.optimizer, state, facts, print)
+
+    fresh = Training(name)
+    rng.initialize(fresh.model, 99)
+    loaded = load_checkpoint(
+        config, ScheduleConfig(lr=5e-3), mesh, [fresh.model], fresh.optimizer, facts, print
+    )
+    assert loaded.state == state
+    assert [record["iteration"] for record in fresh.case["after_checkpoint"]] == [6, 7]
+    for record in fresh.case["after_checkpoint"]:
+        fresh.iterate(record)
