@@ -54,7 +54,7 @@ from megatron.training.launch import Launch
 from megatron.training.metrics import Facts, Metrics
 from megatron.training.objective import Objective
 from megatron.training.profiling import Profiler
-from megatron.training.progress import Progress
+from megatron.training.progress_file import ProgressFile
 from megatron.training.signals import ExitSignal
 from megatron.training.state import TrainState
 from megatron.training.step import ForwardStep, TrainStep
@@ -403,7 +403,9 @@ class Job:
         assert checkpoint.save is not None
         progress = None
         if self.config.logging.log_progress and self.mesh.rank == 0:
-            progress = Progress(checkpoint.save, self.mesh.world.size, self.config.data.seq_length)
+            progress = ProgressFile(
+                checkpoint.save, self.mesh.world.size, self.config.data.seq_length
+            )
             progress.start(state)
 
         def save(state: TrainState, last: bool) -> None:

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 from pathlib import Path
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.preprocess.encode import Encoder
-from megatron.core.datasets.preprocess.progress import Progress
 from megatron.core.datasets.preprocess.reading import Block, lines_before, read_blocks
 from megatron.core.datasets.preprocess.records import Parser, Problem, Record
 from megatron.core.datasets.preprocess.sentences import simple_splitter
@@ -302,18 +300,3 @@ class Numbers:
 
     def fingerprint(self) -> str:
         return "numbers"
-
-
-def test_a_bar_on_a_terminal_and_lines_in_a_log() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream in (Terminal(), io.StringIO()):
-        progress = Progress(1000, every=10, stream=stream)
-        progress.update(250, records=10, tokens=99)
-        progress.close()
-        text = stream.getvalue()
-        assert "25.0% | 10 records" in text
-        assert ("\r" in text) == stream.isatty()
-        assert text.count("\n") == (0 if stream.isatty() else 1)

@@ -74,7 +74,7 @@ def test_the_shipped_corpus_and_tokenizer() -> None:
     size = sum(len(scene.encode()) for scene in scenes)
     assert 1e6 < size < 5e6
     tokenizer = load(DATA)
-    assert tokenizer.vocab_size == 2048
+    assert tokenizer.vocab_size == 512
     assert tokenizer.eod == tokenizer.token_id("<|endoftext|>")
     ids = tokenizer.encode_batch(scenes[:20])
     assert [tokenizer.decode(scene) for scene in ids] == scenes[:20]

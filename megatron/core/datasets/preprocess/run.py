@@ -16,7 +16,6 @@ from megatron.core.datasets.indexed import IndexedDatasetBuilder, best_dtype
 from megatron.core.datasets.preprocess import report
 from megatron.core.datasets.preprocess.config import PreprocessConfig
 from megatron.core.datasets.preprocess.encode import Encoded, Encoder, Tokenizer
-from megatron.core.datasets.preprocess.progress import Progress
 from megatron.core.datasets.preprocess.reading import (
     Block,
     import_parquet,
@@ -29,7 +28,8 @@ from megatron.core.datasets.preprocess.report import Counts
 from megatron.core.datasets.preprocess.sentences import nltk_splitter, simple_splitter
 from megatron.core.datasets.preprocess.sources import Source, Span, find_sources
 from megatron.core.datasets.preprocess.workers import encode_blocks
-from megatron.core.utils import UserError
+from megatron.core.progress import Progress
+from megatron.core.utils import UserError, human_bytes
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,14 @@ def _encoded(job: Job, spans: Sequence[Span], counts: Counts) -> Iterator[Encode
     stream = encode_blocks(job.encoder, _blocks(job, spans, position), job.workers)
     origins = {span.source.path: span for span in spans}
     before: dict[str, int] = {}
+
+    def speeds(seconds: float) -> str:
+        tokens = counts.tokens.total()
+        return (
+            f"{counts.read} records ({counts.read / seconds:.0f}/s) | {tokens} tokens "
+            f"({tokens / seconds:.0f}/s) | {human_bytes(sum(position) / seconds)}/s"
+        )
+
     try:
         for block, encoded in stream:
             job.check()
@@ -254,7 +262,7 @@ def _encoded(job: Job, spans: Sequence[Span], counts: Counts) -> Iterator[Encode
                     )
                 counts.note(problem.kind, message)
             yield encoded
-            progress.update(sum(position), counts.read, counts.tokens.total())
+            progress.update(sum(position), counts.read, speeds)
     except UserError:
         job.check()  # a signal to the whole group also ends the workers; it is the reason then
         raise

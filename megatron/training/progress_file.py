@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.training.state import TrainState
 
 
-class Progress:
+class ProgressFile:
     """Appends to the progress file of one run."""
 
     def __init__(
