@@ -154,6 +154,28 @@ def shift(x: Tensor, axis: Axis) -> Arrival:
     return Arrival(out, x, works)
 
 
+def send(x: Tensor, axis: Axis, target: int) -> Handle:
+    """Start to send ``x`` to coordinate ``target``; it must not change until that has ended.
+
+    Nothing is buffered: it ends only after the target has started to receive. What a rank starts
+    on an axis may run in the order of starting, so all must agree on one (`pipeline_parallel.order`
+    finds it).
+    """
+    _count(axis, "send", x)
+    return Handle(*_transfer(dist.isend, x, axis, target))
+
+
+def receive(out: Tensor, axis: Axis, source: int) -> Handle:
+    """Start to fill ``out`` with what coordinate ``source`` sends; see `send`."""
+    _count(axis, "receive", out)
+    return Handle(*_transfer(dist.irecv, out, axis, source))
+
+
+def _transfer(op: Any, x: Tensor, axis: Axis, peer: int) -> list[dist.Work]:
+    # A batch of one: on NCCL a lone isend would make a communicator of its own for each pair.
+    return dist.batch_isend_irecv([dist.P2POp(op, x, axis.ranks[peer], axis.group)])
+
+
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable ``value``, in coordinate order; for small metadata only."""
     if axis.size == 1:

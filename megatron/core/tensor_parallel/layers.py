@@ -10,9 +10,9 @@ Shapes: S sequence, B batch, I input features, O output features, N tokens; a lo
 this rank's share. In the linear op itself all letters are what this rank holds.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,8 +76,14 @@ class _Linear(torch.autograd.Function):
             else:
                 pending = comm.all_reduce(dx_SBI, axis, async_op=True)
         if ctx.needs_input_grad[1]:
-            whole_SBI = comm.all_gather(x_SBI.contiguous(), axis) if ctx.gathers else x_SBI
-            dw_OI = _weight_gradient(weight_OI, grad_SBO, whole_SBI)
+            task = functools.partial(
+                _weight_gradient, weight_OI, grad_SBO, x_SBI, axis, ctx.gathers
+            )
+            if _postponed:
+                assert weight_OI.grad is not None, "a postponed gradient needs a buffer"
+                _postponed[-1].append(task)
+            else:
+                dw_OI = task()
         if bias_O is not None and ctx.needs_input_grad[2]:
             db_O = accumulate(bias_O, grad_SBO.flatten(0, -2).sum(0))
         if pending is not None:
@@ -85,9 +91,12 @@ class _Linear(torch.autograd.Function):
         return dx_SBI, dw_OI, db_O, None, None
 
 
-def _weight_gradient(weight_OI: Tensor, grad_SBO: Tensor, x_SBI: Tensor) -> Tensor | None:
+def _weight_gradient(
+    weight_OI: Tensor, grad_SBO: Tensor, x_SBI: Tensor, axis: Axis, gathers: bool
+) -> Tensor | None:
     """Add ``grad.T @ x`` to the weight's gradient buffer, or return it when there is none."""
-    grad_NO, x_NI = grad_SBO.flatten(0, -2), x_SBI.flatten(0, -2)
+    whole_SBI = comm.all_gather(x_SBI.contiguous(), axis) if gathers else x_SBI
+    grad_NO, x_NI = grad_SBO.flatten(0, -2), whole_SBI.flatten(0, -2)
     if weight_OI.grad is None:
         return matmul.matmul(grad_NO.t(), x_NI)
     matmul.accumulate_wgrad(weight_OI.grad, grad_NO, x_NI)
