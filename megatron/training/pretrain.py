@@ -175,7 +175,9 @@ class Job:
     def _build_model(self, vocabulary: Vocabulary) -> nn.Module:
         model = self.program.build_model(self.config, self.mesh, vocabulary)
         rng.initialize(model, self.config.training.seed)
-        for line in startup.parameter_table(model):
+        dtype = getattr(torch, self.config.precision.params_dtype)
+        lines = startup.kernel_lines(model, self.mesh.device, dtype)
+        for line in (*lines, *startup.parameter_table(model)):
             self.say(line)
         count = sum(parameter.numel() for parameter in model.parameters())
         self.say(log_line.parameter_line(self.mesh.pp.coordinate, self.mesh.tp.coordinate, count))

@@ -1,6 +1,5 @@
 """What a run says before its first iteration: where it runs, with which settings, how soon."""
 
-import importlib.util
 import os
 import platform
 import time
@@ -13,10 +12,11 @@ from torch import nn
 
 from megatron.core import sharding
 from megatron.core.config import Origin, as_words
+from megatron.core.kernels import table
+from megatron.core.kernels.probe import INSTALL
 from megatron.core.mesh import Mesh
+from megatron.core.transformer.backends import Backends
 from megatron.core.utils import human_count
-
-OPTIONAL = ("triton", "transformer_engine", "flash_attn", "apex", "tensorboard", "wandb")
 
 
 class StartupClock:
@@ -55,20 +55,35 @@ def process_age() -> float:
 
 
 def environment_lines(mesh: Mesh) -> list[str]:
-    """Return lines on the device, the versions and the optional packages that are there."""
+    """Return lines on the device and the versions."""
     device = str(mesh.device)
     if mesh.device.type == "cuda":
         device += f" ({torch.cuda.get_device_name(mesh.device)})"
     else:
         device += f" ({torch.get_num_threads()} threads)"
-    here = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
-    absent = [name for name in OPTIONAL if name not in here]
     return [
         f"device: {device}",
-        f"python {platform.python_version()}, torch {torch.__version__}, "
-        f"numpy {numpy.__version__}; optional packages: {', '.join(here) or 'none'} "
-        f"(absent: {', '.join(absent) or 'none'})",
+        f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}",
     ]
+
+
+def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return a line with the backend of each op, and why a package's better one was passed over.
+
+    The reasons were found when the model was built; a package is imported for them at most where
+    another backend was asked for by name.
+    """
+    backends = getattr(model, "backends", None)
+    if not isinstance(backends, Backends):  # a program's own model
+        return []
+    lines = [f"kernels: {', '.join(f'{op}: {name}' for op, name in backends.names.items())}"]
+    for op, chosen in backends.names.items():
+        order = list(table.TABLE[op])
+        for name in order[: order.index(chosen)]:
+            if name in INSTALL and device.type == "cuda":
+                reason = table.TABLE[op][name].missing(device, dtype)
+                lines.append(f"  {op} without {name}: {reason or 'another was asked for'}")
+    return lines
 
 
 def settings_lines(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[str]:
