@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def train(loaders: Loaders, *more: object) -> int:
         program = Program(
             build_model=pretrain_gpt.build_model,
-            build_datasets=lambda config, sizes, tokenizer, policy: loaders,
+            build_datasets=lambda *arguments: loaders,
             forward_step=pretrain_gpt.forward_step,
         )
         place = discover({})
