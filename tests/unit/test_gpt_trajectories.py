@@ -42,6 +42,7 @@ def config_of(flags: str) -> TransformerConfig:
     for spec in specs(TransformerConfig).values():
         by_flag[spec.flag] = (spec, True)
         by_flag |= {flag: (spec, value) for flag, value in spec.constants.items()}
+        by_flag |= {spec.negative: (spec, False)} if spec.negative else {}
     values: dict[str, object] = {}
     words = shlex.split(flags)
     for word, following in zip(words, [*words[1:], "--"], strict=True):

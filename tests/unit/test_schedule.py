@@ -175,6 +175,12 @@ def test_a_schedule_survives_json() -> None:
     assert Schedule.from_json(built.to_json()) == built
 
 
+def test_wsd_without_a_fall_stays_at_the_peak() -> None:
+    built = schedule(lr_decay_style="WSD", lr_wsd_decay_iters=0)
+    assert {built.learning_rate_at(p) for p in range(built.warmup, built.decay + 1)} == {built.lr}
+    assert built.learning_rate_at(built.decay + 1) == built.min_lr
+
+
 def test_lr_03_progress_is_given_not_counted() -> None:
     """Asking twice, as loading twice would, moves nothing."""
     built = schedule()
@@ -215,7 +221,7 @@ def test_a_longer_run_with_the_same_curves_is_no_difference() -> None:
         ({"lr_decay_samples": 10}, "give --lr-decay-iters"),
         ({"lr_warmup_samples": 10}, "give --lr-warmup-iters"),
         ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "from 1 to"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "from 0 to"),
         ({"start_weight_decay": 0.1}, "--weight-decay-incr-style"),
         ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1}, "needs both"),
         (

@@ -201,9 +201,9 @@ def _check_lengths(
             raise UserError(
                 f"--lr-decay-style WSD needs --lr-wsd-decay-{suffix}, the length of its final fall"
             )
-        if not 1 <= wsd <= decay:
+        if not 0 <= wsd <= decay:  # 0 stays at the peak to the end
             raise UserError(
-                f"--lr-wsd-decay-{suffix} ({wsd}) must be from 1 to --lr-decay-{suffix} ({decay})"
+                f"--lr-wsd-decay-{suffix} ({wsd}) must be from 0 to --lr-decay-{suffix} ({decay})"
             )
 
 

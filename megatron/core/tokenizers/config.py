@@ -20,7 +20,12 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
 )
 
-FORMER_NAMES = {"PretrainedFromHF": "HuggingFaceTokenizer"}
+FORMER_NAMES = {
+    "PretrainedFromHF": "HuggingFaceTokenizer",
+    "HFAutoTokenizer": "HuggingFaceTokenizer",
+    "TokenizerFromFile": "HuggingFaceTokenizer",
+    "TokenizerFromFileWithFIM": "HuggingFaceTokenizer",
+}
 
 
 def tokenizer_type(name: str) -> str:

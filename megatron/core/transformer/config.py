@@ -156,13 +156,16 @@ class MLPConfig(Config):
     openai_gelu: bool = option(False)
     """Use the tanh approximation of GELU."""
 
+    bias_gelu_fusion: bool = option(True, derived="on if linear layers have biases")
+    """Compute plain GELU by the tanh formula, as Megatron-LM's kernel that adds the bias does; off,
+    exactly."""
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return Megatron's widths: four times hidden, or 8/3 for a gated unit."""
+        """Return Megatron's widths, four times hidden or 8/3 for a gated unit, and its GELU."""
         hidden = values["hidden_size"]
-        if values["swiglu"]:
-            return {"ffn_hidden_size": int((4 * hidden * 2 / 3) / 64) * 64 or 64}
-        return {"ffn_hidden_size": 4 * hidden}
+        width = int((4 * hidden * 2 / 3) / 64) * 64 or 64 if values["swiglu"] else 4 * hidden
+        return {"ffn_hidden_size": width, "bias_gelu_fusion": values.get("add_bias_linear", True)}
 
     def __post_init__(self) -> None:
         named = {
@@ -187,7 +190,7 @@ class MLPConfig(Config):
             return "quick_geglu"
         if self.squared_relu:
             return "squared_relu"
-        return "gelu_tanh" if self.openai_gelu else "gelu"
+        return "gelu_tanh" if self.openai_gelu or self.bias_gelu_fusion else "gelu"
 
     @property
     def is_gated(self) -> bool:
@@ -205,7 +208,7 @@ class AttentionConfig(Config):
     """Share key and value heads between query heads (Ainslie et al., 2023)."""
 
     num_query_groups: int = option(
-        derived="--num-attention-heads unless --group-query-attention; then it must be given"
+        derived="1 with --group-query-attention, else --num-attention-heads"
     )
     """Key and value heads; used with --group-query-attention."""
 
