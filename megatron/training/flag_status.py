@@ -3,14 +3,17 @@
 `flag_status.tsv` beside this file is the table; a flag that a config declares works and does not
 stand in it. Its columns:
 
-    flag      the spelling; an alias has a row of its own
+    flag      the spelling; an alias has a row of its own. With a value (``--x old``) it is a former
+              value of a flag that a config declares
     values    how many values follow: a number, ``*`` (any), ``+`` (one or more), ``?`` (0 or 1)
     status    successor, no effect or refused
     default   for a refused flag: a value that asks for nothing, and is accepted
-    dry_run   yes where a dry run accepts a refused flag, since its plan is right without it or
-              errs on the safe side
+    dry_run   what a dry run does with a refused flag. Empty: refuses it too. ``yes``: leaves it
+              out, since the plan is right without it or errs on the safe side. Tokens: takes these
+              for it. Another text: leaves it out, and the text says how the plan differs
     instead   for a successor, the tokens it stands for, ``{}`` being its values, in brackets when
-              they count only if no other flag says otherwise; for a refused flag, what to use
+              they count only if no other flag says otherwise; or such tokens for each value, as
+              ``old => --new; none => --no-new``; for a refused flag, what to use
     why       one clause, for the message and the documentation
 """
 
@@ -18,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, cast
+
+from megatron.core.utils import UserError
 
 Status = Literal["works", "successor", "no effect", "refused"]
 
@@ -29,10 +34,10 @@ class Row:
     flag: str
     values: str
     status: Status
-    default: str
-    dry_run: bool
-    instead: str
-    why: str
+    default: str = ""
+    dry_run: str = ""
+    instead: str = ""
+    why: str = ""
 
     @property
     def is_fallback(self) -> bool:
@@ -42,10 +47,35 @@ class Row:
     def expand(self, values: Sequence[str]) -> list[str]:
         """Return the command-line tokens that a successor stands for."""
         assert self.status == "successor", self
+        text = self.instead.strip("[]")
+        choices = self.alternatives
+        if choices:
+            given = " ".join(values)
+            if given not in choices:
+                raise UserError(f"{self.flag} is one of {', '.join(choices)}; not {given!r}")
+            text = choices[given]
         tokens: list[str] = []
-        for token in self.instead.strip("[]").split():
+        for token in text.split():
             tokens += list(values) if token == "{}" else [token]
         return tokens
+
+    @property
+    def alternatives(self) -> dict[str, str]:
+        """Return the tokens for each value of a successor that depends on its value."""
+        pairs = [part.partition("=>") for part in self.instead.split(";") if "=>" in part]
+        return {value.strip(): tokens.strip() for value, _, tokens in pairs}
+
+    @property
+    def in_a_plan(self) -> list[str]:
+        """Return the tokens that a dry run takes for a refused flag."""
+        return self.dry_run.split() if self.dry_run.startswith("--") else []
+
+    @property
+    def plan_note(self) -> str:
+        """Return what a plan says of a refused flag that it leaves out."""
+        if self.in_a_plan:
+            return f"planned as {self.dry_run}"
+        return "" if self.dry_run == "yes" else self.dry_run
 
     def asks_nothing(self, values: Sequence[str]) -> bool:
         """Return whether a refused flag was given the value that leaves it off."""
@@ -54,7 +84,8 @@ class Row:
 
     def refusal(self, values: Sequence[str]) -> str:
         """Return what to tell somebody who gives a refused flag."""
-        text = f"{' '.join([self.flag, *values])} is not supported: {self.why}"
+        name = self.flag if " " in self.flag else " ".join([self.flag, *values])
+        text = f"{name} is not supported: {self.why}"
         return f"{text}; {self.instead}" if self.instead else text
 
 
@@ -64,9 +95,9 @@ def load() -> Mapping[str, Row]:
     header, *body = (line.split("\t") for line in source.read_text(encoding="utf-8").splitlines())
     assert header == list(Row.__annotations__), header
     table: dict[str, Row] = {}
-    for flag, values, status, default, dry_run, *texts in body:
+    for flag, values, status, *texts in body:
         assert flag not in table, f"{flag} stands twice in the table of flags"
-        table[flag] = Row(flag, values, cast(Status, status), default, dry_run == "yes", *texts)
+        table[flag] = Row(flag, values, cast(Status, status), *texts)
     return table
 
 

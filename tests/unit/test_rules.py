@@ -48,13 +48,19 @@ def test_env_06_the_dense_product_too() -> None:
 
 def test_env_07_a_dense_model_needs_no_sequence_parallelism() -> None:
     plan("--dry-run-world-size 2 --tensor-model-parallel-size 2")
-    assert "--num-experts" in refused(
-        "--dry-run-world-size 2 --tensor-model-parallel-size 2 --num-experts 4"
-    )
+    layout = "--dry-run-world-size 2 --tensor-model-parallel-size 2 --num-experts 4"
+    (note,) = plan(layout).left_out
+    assert note == "--num-experts 4 (every layer is counted as dense)"
 
 
 def test_expert_parallelism_needs_experts() -> None:
-    assert "dense" in refused("--dry-run-world-size 2 --expert-model-parallel-size 2")
+    layout = "--dry-run-world-size 2 --expert-model-parallel-size 2"
+    assert "dense" in refused(layout)
+    # A plan that leaves out the experts still checks that their layout fills the processes.
+    assert plan(f"{layout} --num-experts 4").left_out
+    assert "2 processes" in refused(
+        "--dry-run-world-size 2 --expert-model-parallel-size 4 --num-experts 4"
+    )
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
@@ -75,8 +81,9 @@ def test_par_02_all_layers_are_there_or_the_run_is_refused(stages: int) -> None:
 
 
 def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
-    message = refused("--num-layers 20 --decoder-last-pipeline-num-layers 1")
-    assert "--decoder-last-pipeline-num-layers 1" in message
+    run = plan("--num-layers 20 --decoder-last-pipeline-num-layers 1")
+    assert run.config.model.num_layers == 20
+    assert run.left_out[0].startswith("--decoder-last-pipeline-num-layers 1 (layers are split")
 
 
 @pytest.mark.parametrize(

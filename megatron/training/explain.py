@@ -1,0 +1,207 @@
+"""What becomes of a launch written for Megatron-LM: each flag's verdict, and what would differ.
+
+Words may hold parts that nobody knows: variables (``$NAME``, ``$((A * B))``, ``$(command)``) that
+a script takes from elsewhere. They do as text; where a number is needed, the verdict names them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config import Spec
+from megatron.core.utils import UserError
+from megatron.training.arguments import ParsedRun
+from megatron.training.command_line import Given, Vocabulary, arity, normalise, read_command_line
+from megatron.training.config import RunConfig
+from megatron.training.flag_status import Row
+from megatron.training.verdicts import judge
+
+Kind = Literal["same", "renamed", "no effect", "refused", "unknown", "malformed", "open", "empty"]
+
+NAME = re.compile(r"\$\{?([A-Za-z_]\w*|[0-9@*#]+)")
+IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One flag of a launch, or words that belong to none.
+
+    Kinds beside those of a verdict: ``unknown`` (no such flag), ``malformed`` (wrong number of
+    values or a wrong value), ``open`` (the value hangs on a variable) and ``empty`` (a variable
+    that nothing sets, which the shell drops).
+    """
+
+    words: tuple[str, ...]
+    kind: Kind
+    note: str = ""
+    row: Row | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the flag and its values as given."""
+        return " ".join(self.words)
+
+    @property
+    def stops(self) -> bool:
+        """Return whether a run would end at this flag."""
+        return self.kind in ("refused", "unknown", "malformed")
+
+
+def findings(words: Sequence[str], vocabulary: Vocabulary) -> list[Finding]:
+    """Return what becomes of each flag of a command line, in order."""
+    found: list[Finding] = []
+    for flag, values in _groups(words):
+        if flag == "":
+            kind: Kind = "empty" if all(is_open(v) for v in values) else "malformed"
+            found += [Finding((v,), kind, "" if kind == "empty" else "no flag") for v in values]
+            continue
+        found += _finding(flag, values, vocabulary)
+    return found
+
+
+def plannable(found: Sequence[Finding]) -> list[str]:
+    """Return the words of the flags that a dry run can take."""
+    kept: list[str] = []
+    for item in found:
+        left_out = item.kind == "refused" and item.row is not None and item.row.dry_run
+        if item.kind in ("same", "renamed", "no effect") or left_out:
+            kept += item.words
+    return kept
+
+
+def is_open(word: str) -> bool:
+    """Return whether a word hangs on something that is not known."""
+    return "$" in word or "`" in word
+
+
+def variables(word: str) -> list[str]:
+    """Return the variables that a word hangs on.
+
+    >>> variables("$((NODES * GPUS))/$TAG")
+    ['NODES', 'GPUS', 'TAG']
+    """
+    names: list[str] = []
+    for inside, other in re.findall(r"\$\(\((.*?)\)\)|(\$\{?\w+)", word):
+        names += IN_ARITHMETIC.findall(inside) if inside else NAME.findall(other)
+    return list(dict.fromkeys(names))
+
+
+def differences(run: ParsedRun[RunConfig]) -> Iterator[str]:
+    """Yield where Megatron-LM would compute something else from the same flags."""
+    config, origins = run.config, run.origins
+    if origins["calculate_per_token_loss"] == "default" and config.data.eod_mask_loss:
+        yield (
+            "loss: Megatron-LM averages the means of microbatches, which differs where masks are "
+            "uneven (--eod-mask-loss); add --no-calculate-per-token-loss for that"
+        )
+    schedule, training = config.schedule, config.training
+    in_iterations = training.train_iters is not None and (
+        schedule.lr_warmup_iters or schedule.lr_decay_iters is not None
+    )
+    if training.rampup_batch_size is not None and in_iterations:
+        yield (
+            "learning rate: while the batch ramps up Megatron-LM counts --lr-warmup-iters and "
+            "--lr-decay-iters in samples of the final batch; here they are iterations"
+        )
+
+
+def _groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag with the words that follow it; words before any flag come with ''."""
+    flag, values = "", list[str]()
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            if flag or values:
+                yield flag, values
+            flag, equals, value = word.partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    if flag or values:
+        yield flag, values
+
+
+def _finding(flag: str, values: list[str], vocabulary: Vocabulary) -> Iterator[Finding]:
+    target = vocabulary.targets.get(normalise(flag))
+    if target is None:
+        yield Finding((flag, *values), "unknown", str(vocabulary.unknown([flag])))
+        return
+    rest: list[str] = []
+    count = arity(target, normalise(flag))
+    most = {"switch": 0, "?": 1}.get(count, int(count) if count.isdigit() else len(values))
+    while len(values) > most and is_open(values[-1]):
+        rest.insert(0, values.pop())  # a variable with further flags, after the flag's own value
+    words = (flag, *values)
+    hanging = [value for value in values if is_open(value)]
+    if hanging and _needs_value(target, vocabulary):
+        names = list(dict.fromkeys(name for value in hanging for name in variables(value)))
+        give = " ".join(f"--set {name}=VALUE" for name in names) or "write the number out"
+        yield Finding(words, "open", f"needs {give}")
+    else:
+        yield _judged(words, vocabulary)
+    for word in rest:
+        yield Finding((word,), "empty")
+
+
+def _needs_value(target: Spec | Row, vocabulary: Vocabulary) -> bool:
+    """Return whether text will not do: the plan or the verdict hangs on the value."""
+    if isinstance(target, Row):
+        if target.status == "successor" and target.alternatives:
+            return True
+        if target.status != "successor":
+            return False
+        flag = next((word for word in target.instead.strip("[]").split()), "")
+        successor = vocabulary.targets.get(normalise(flag))
+        return successor is not None and _needs_value(successor, vocabulary)
+    return target.base in (int, float) or bool(target.choices) or target.parse is not None
+
+
+def _judged(words: tuple[str, ...], vocabulary: Vocabulary) -> Finding:
+    try:
+        (given,) = read_command_line(words, vocabulary)
+        verdict = judge(given, vocabulary)
+        if verdict.kind == "same":
+            _check_value(given)
+            return Finding(words, "same", _spelling(given))
+        row = verdict.row
+        assert row is not None
+        if verdict.kind == "refused":
+            return Finding(words, "refused", verdict.refusal.partition(": ")[2], row)
+        note = f"-> {' '.join(verdict.tokens)}" if verdict.kind == "renamed" else row.why
+        return Finding(words, verdict.kind, note, row)
+    except UserError as error:
+        return Finding(words, "malformed", str(error))
+
+
+def _check_value(given: Given) -> None:
+    """Raise if a field does not take the value."""
+    spec = given.target
+    assert isinstance(spec, Spec)
+    if not given.values or (spec.base is bool and spec.count == "one" and spec.parse is None):
+        return
+    try:
+        spec.convert(given.values[0] if spec.count == "one" else list(given.values))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _spelling(given: Given) -> str:
+    """Return the main flag where another spelling was given."""
+    spec = given.target
+    assert isinstance(spec, Spec)
+    return f"an alias of {spec.flag}" if given.flag in map(normalise, spec.aliases) else ""
+
+
+def as_table(found: Sequence[Finding]) -> Mapping[Kind, list[Finding]]:
+    """Return the findings by kind, those that stop a run first."""
+    order: tuple[Kind, ...] = (
+        "refused",
+        "unknown",
+        "malformed",
+        "open",
+        "empty",
+        "renamed",
+        "no effect",
+        "same",
+    )
+    return {kind: [f for f in found if f.kind == kind] for kind in order}
