@@ -1,9 +1,14 @@
-"""Look into token files: describe a .bin/.idx pair, verify or mend it, print documents.
+"""Look into token files and what a run read of them.
 
 tools/inspect_dataset.py PREFIX ...                     # sizes, types, lengths
 tools/inspect_dataset.py PREFIX --verify                # read every offset and token
 tools/inspect_dataset.py PREFIX --repair                # mend the index, keep the old one
 tools/inspect_dataset.py PREFIX --documents 0 -1 --tokenizer-type ... # as text
+tools/inspect_dataset.py --iteration 1200 --config run.json   # what that iteration read, as text
+tools/inspect_dataset.py --sample 38400 --load checkpoints    # one sample of a run, likewise
+
+The last two find samples as the run does, from its config alone; flags that follow win over it, for
+files that have moved.
 """
 
 import sys
@@ -16,15 +21,20 @@ if __name__ == "__main__":  # run from a clone, without installing
 
 import numpy as np
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, Spec, option, specs
 from megatron.core.datasets.indexed import IndexedDataset, read_index
 from megatron.core.datasets.merge import find_prefixes
 from megatron.core.datasets.preprocess.report import read_json, sidecar_path
 from megatron.core.datasets.repair import repair, verify
+from megatron.core.datasets.trace import Trace
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.utils import UserError, human_bytes, human_count
-from megatron.training.arguments import parse_tool, run_main
+from megatron.training import data_trace
+from megatron.training.arguments import Invocation, parse_tool, run_main
+from megatron.training.command_line import Vocabulary, load_file, read_command_line
+from megatron.training.config import RunConfig
 
 PROGRAM = "inspect_dataset"
 
@@ -32,7 +42,7 @@ PROGRAM = "inspect_dataset"
 class InspectConfig(Config):
     """What to look at."""
 
-    input: tuple[str, ...] = option(aliases=("--path",))
+    input: tuple[str, ...] = option((), aliases=("--path",))
     """Prefixes of pairs, or folders of pairs; may also come first, without the flag."""
 
     verify: bool = option(False)
@@ -49,12 +59,26 @@ class InspectConfig(Config):
     max_tokens: int = option(200)
     """Tokens of each document to print."""
 
+    iteration: int | None = option(None)
+    """Print what this iteration of a run read. The run is given by --config FILE, as --dump-config
+    wrote it, or by --load FOLDER of its checkpoints."""
+
+    sample: tuple[int, ...] = option(())
+    """Print these samples of a run, by their numbers in it, which its metrics file has."""
+
 
 class ToolConfig(Config):
-    """All that this tool can be told."""
+    """All that this tool can be told about files."""
 
     inspect: InspectConfig = option()
     tokenizer: TokenizerConfig = option()
+
+
+class RunToolConfig(Config):
+    """All that this tool can be told about a run."""
+
+    inspect: InspectConfig = option()
+    run: RunConfig = option()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: something that the user can fix; --verify found damage.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if {"--iteration", "--sample"} & {word.partition("=")[0] for word in words}:
+        return _inspect_run(words)
     if words and not words[0].startswith("-"):
         words.insert(0, "--input")
     config, _ = parse_tool(words, ToolConfig, PROGRAM)
     inspect = config.inspect
+    if not inspect.input:
+        raise UserError("name what to look at: a PREFIX or a folder, or --iteration of a run")
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     damaged = []
     for prefix in find_prefixes(inspect.input):
@@ -137,6 +165,85 @@ def _print_documents(prefix: str, config: InspectConfig, tokenizer: Any) -> None
                 print(tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)))
         if length > config.max_tokens:
             print(f"... ({length - config.max_tokens} tokens more; --max-tokens shows them)")
+
+
+def _inspect_run(words: list[str]) -> int:
+    """Print what a run read, by iteration or by numbers of samples."""
+    config, _ = parse_tool(words, RunToolConfig, PROGRAM, base=_run_values(words))
+    inspect, run = config.inspect, config.run
+    if inspect.input:
+        raise UserError(f"{' '.join(inspect.input)}: a run names its own files; give no PREFIX")
+    tokenizer = build_tokenizer(run.tokenizer)
+    wanted = list(inspect.sample)
+    if inspect.iteration is not None:
+        positions = data_trace.positions_of(run, inspect.iteration)
+        skipped = inspect.iteration in run.training.iterations_to_skip
+        print(
+            f"iteration {inspect.iteration}: samples {positions.start} to {positions.stop - 1}"
+            + (", left out by --iterations-to-skip" if skipped else "")
+        )
+        wanted += positions
+    reader = data_trace.RunReader(run, tokenizer)
+    for position in wanted:
+        place = data_trace.place_of(run, position)
+        print(
+            f"=== sample {position} (iteration {place.iteration}, microbatch {place.microbatch}"
+            + (f", replica {place.replica})" if run.data_parallel_size > 1 else ")")
+        )
+        _print_trace(reader.read(position), tokenizer, inspect.max_tokens)
+    return 0
+
+
+def _run_values(words: list[str]) -> dict[str, Any]:
+    """Return the values of the run that --config or else --load names."""
+    declared = specs(RunToolConfig) | {"config": specs(Invocation)["config"]}
+    given = {
+        item.target.name: item.values[-1]
+        for item in read_command_line(words, Vocabulary(declared, {}))
+        if isinstance(item.target, Spec) and item.values
+    }
+    if "config" in given:
+        content = load_file(given["config"])
+        # A file that --dump-config wrote holds all values; one by hand those that parsing takes.
+        return data_trace.stored_values(content["config"]) if "origins" in content else {}
+    if "load" not in given:
+        raise UserError(
+            "which run? Give --config FILE, as --dump-config wrote it, or --load FOLDER of its "
+            "checkpoints"
+        )
+    from megatron.training import checkpoint_source  # torch, only where there is a checkpoint
+
+    step = given.get("ckpt_step")
+    if step is not None and not step.isdigit():
+        raise UserError(f"--ckpt-step takes an iteration, not {step!r}")
+    stored = checkpoint_source.stored_config(given["load"], None if step is None else int(step))
+    if stored is None:
+        raise UserError(f"--load ({given['load']}) holds no checkpoint")
+    return data_trace.stored_values(stored)
+
+
+def _print_trace(trace: Trace, tokenizer: Tokenizer, max_tokens: int) -> None:
+    count = len(trace.pieces)
+    print(
+        f"    sample {trace.number} of {trace.source}: {len(trace.tokens)} tokens in {count} "
+        f"piece{'s' * (count > 1)}, loss at {trace.counted}"
+    )
+    for piece in trace.pieces:
+        print(
+            f"--- {trace.source} document {piece.document}, tokens {piece.first} to "
+            f"{piece.end - 1} of {piece.length}"
+        )
+        if not trace.is_rearranged:
+            _print_text(piece.tokens.tolist(), tokenizer, max_tokens)
+    if trace.is_rearranged:
+        print("--- as the model reads it")
+        _print_text(trace.tokens.tolist(), tokenizer, max_tokens * len(trace.pieces))
+
+
+def _print_text(ids: list[int], tokenizer: Tokenizer, max_tokens: int) -> None:
+    print(tokenizer.decode(ids[:max_tokens]))
+    if len(ids) > max_tokens:
+        print(f"... ({len(ids) - max_tokens} tokens more; --max-tokens shows them)")
 
 
 if __name__ == "__main__":

@@ -144,14 +144,19 @@ def parse(
 
 
 def parse_tool(
-    argv: Sequence[str] | None, config_class: type[C], program: str
+    argv: Sequence[str] | None,
+    config_class: type[C],
+    program: str,
+    *,
+    base: Mapping[str, Any] | None = None,
 ) -> tuple[C, dict[str, Origin]]:
     """Return the config of a tool with flags of its own, and the origin of each value.
 
-    The table of Megatron's other flags does not apply: a tool knows its own flags only.
+    The table of Megatron's other flags does not apply: a tool knows its own flags only. What is not
+    given comes from ``base``, values by name.
     """
     parsed, values, origins = _read(argv, config_class, program, table={})
-    config, flat, derived = _resolve(config_class, values)
+    config, flat, derived = _resolve(config_class, {**(base or {}), **values})
     full = _origins(flat, origins, derived)
     if parsed.invocation.dump_config:
         _write(parsed.invocation.dump_config, program, flat, full)

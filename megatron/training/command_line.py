@@ -94,7 +94,7 @@ def read_file(path: str, vocabulary: Vocabulary) -> list[Given]:
     """
     found: list[Given] = []
     unknown: list[str] = []
-    for key, value in _leaves(_load(path), vocabulary):
+    for key, value in _leaves(load_file(path), vocabulary):
         flag = normalise(str(key))
         target = vocabulary.targets.get(flag)
         if target is None:
@@ -179,7 +179,12 @@ def _from_file(flag: str, value: Any, target: Spec | Row) -> list[Given]:
     return [Given(flag, values, "file", target)]
 
 
-def _load(path: str) -> Mapping[str, Any]:
+def load_file(path: str) -> Mapping[str, Any]:
+    """Return what a JSON or YAML file of --config holds.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
