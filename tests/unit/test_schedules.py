@@ -75,7 +75,7 @@ def test_interleaved_by_hand() -> None:
 
 def test_interleaved_group_larger_than_the_pipeline() -> None:
     """Groups of three, the last one of two; forwards alone show the rounds."""
-    schedule = make_schedule("interleaved", 2, 5, 2, group_size=3).forward_only()
+    schedule = make_schedule("interleaved", 2, 5, 2, group_size=3).evaluation
     assert text(schedule.actions[0]) == ("F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F4.0 F3.1 F4.1")
 
 
@@ -162,14 +162,14 @@ def test_live_microbatches_over_time() -> None:
 
 
 def test_a_transfer_delays_the_next_rank_only() -> None:
-    timeline = simulate(make_schedule("gpipe", 2, 2).forward_only(), Costs(transfer=0.25))
+    timeline = simulate(make_schedule("gpipe", 2, 2).evaluation, Costs(transfer=0.25))
     assert [span.start for span in timeline.spans[0]] == [0, 1]
     assert [span.start for span in timeline.spans[1]] == [1.25, 2.25]
 
 
 def test_forward_only_in_a_v_never_waits() -> None:
     for p, m in product(RANKS, MICROBATCHES):
-        timeline = simulate(make_schedule("zb-v", p, m, 2).forward_only())
+        timeline = simulate(make_schedule("zb-v", p, m, 2).evaluation)
         # The last microbatch enters after m-1 pairs of steps, and goes through all 2p stages.
         assert timeline.makespan == pytest.approx((m - 1) + p)
 
@@ -177,7 +177,7 @@ def test_forward_only_in_a_v_never_waits() -> None:
 @pytest.mark.parametrize(("name", "chunks"), NAMED)
 def test_unbuffered_transfers_never_wait_for_each_other(name: ScheduleName, chunks: int) -> None:
     for schedule in every(name, chunks):
-        for whole in (schedule, schedule.forward_only()):
+        for whole in (schedule, schedule.evaluation):
             check(whole, programs(whole, prefetch=0), blocking=True)
             for prefetch in (0, 1, 3):
                 ranks = programs(whole, prefetch)

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Action
 
-
 MessageKind = Literal["activation", "gradient"]
 
 

@@ -17,6 +17,7 @@ before waits for, ``backward_weight`` the weights' gradients, for which nobody w
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from megatron.core.pipeline_parallel.placement import Placement
@@ -175,8 +176,9 @@ class Schedule:
     """By rank."""
     group_size: int = 1
 
-    def forward_only(self) -> "Schedule":
-        """Return the schedule that evaluates the same chunks on the same ranks."""
+    @cached_property
+    def evaluation(self) -> "Schedule":
+        """The forwards alone, of the same chunks on the same ranks."""
         lists = [
             forward_only(rank, self.placement, self.num_microbatches, self.group_size)
             for rank in range(self.placement.num_ranks)
@@ -184,6 +186,7 @@ class Schedule:
         return replace(self, name=f"{self.name} forward only", actions=tuple(map(tuple, lists)))
 
 
+@lru_cache(maxsize=64)
 def make_schedule(
     name: ScheduleName,
     num_ranks: int,
@@ -191,7 +194,7 @@ def make_schedule(
     num_chunks: int = 1,
     group_size: int | None = None,
 ) -> Schedule:
-    """Return a schedule of all ranks.
+    """Return a schedule of all ranks; the same object for the same arguments.
 
     Args:
         name: one of `SCHEDULES`.

@@ -91,6 +91,7 @@ class _Linear(torch.autograd.Function):
         return dx_SBI, dw_OI, db_O, None, None
 
 
+@torch.no_grad()  # a backward switches it off by itself, whoever runs a postponed closure may not
 def _weight_gradient(
     weight_OI: Tensor, grad_SBO: Tensor, x_SBI: Tensor, axis: Axis, gathers: bool
 ) -> Tensor | None:

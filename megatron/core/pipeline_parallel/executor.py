@@ -1,0 +1,217 @@
+"""Run a schedule: this rank's actions over its chunks of a model, with the messages in between.
+
+One executor runs every schedule; it knows neither models nor losses. A chunk's forward is a
+function that the caller gives:
+
+    forward_step(chunk, microbatch, input) -> output
+
+``input`` is None in the first stage; the last stage's output is the loss that backward starts from,
+scaled by the caller, who also keeps what is to be reported.
+
+What a stage has sent on is only the root of its backward: autograd needs its history, not its
+values. With ``free_outputs`` its memory is given back once the send has ended, unless its own
+operation saved it or it is a view. So a stage must not go on computing with its output.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.mesh import Axis
+from megatron.core.pipeline_parallel.messages import made, needed
+from megatron.core.pipeline_parallel.order import Post, Program, Step, programs
+from megatron.core.pipeline_parallel.p2p import Mailbox, Shape
+from megatron.core.pipeline_parallel.schedules import Action, Schedule
+
+ForwardStep = Callable[[int, int, Tensor | None], Tensor]
+ChunkCallback = Callable[[int], None]
+Task = Callable[[], Any]
+Postponing = Callable[[], AbstractContextManager[list[Task]]]
+
+
+class PipelineExecutor:
+    """Runs schedules on one rank of a pipeline; all its ranks must run the same ones.
+
+    Args:
+        axis: the pipeline's ranks.
+        device: of activations.
+        dtype: of activations between stages.
+        overlap: let transfers run beside the actions; else each is waited for at once.
+        free_outputs: free a stage's output once it is sent.
+        postponing: collects weight gradients as closures while a block runs
+            (`tensor_parallel.layers.postponing`). Without it, ``backward_input`` does all the work.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        overlap: bool = True,
+        free_outputs: bool = True,
+        postponing: Postponing | None = None,
+    ) -> None:
+        self.axis, self.device, self.dtype = axis, device, dtype
+        self.overlap, self.free_outputs = overlap, free_outputs
+        self.postponing: Postponing = postponing or (lambda: nullcontext([]))
+        # By identity: to hash all ranks' lists in every iteration would cost more than it saves.
+        self._programs: dict[int, tuple[Schedule, Program]] = {}
+
+    def run(
+        self,
+        schedule: Schedule,
+        forward_step: ForwardStep,
+        shapes: Sequence[Shape],
+        *,
+        before_last_backward: ChunkCallback | None = None,
+        after_last_backward: ChunkCallback | None = None,
+    ) -> None:
+        """Do one iteration: gradients are added up in the parameters, none is set to zero first.
+
+        Args:
+            schedule: actions of all ranks; kept, so make one and use it again.
+            forward_step: see the top of this file; called without gradients if the schedule has no
+                backward.
+            shapes: of each microbatch's activation between stages.
+            before_last_backward: called with a chunk before the last action that adds to its
+                weights' gradients.
+            after_last_backward: the same, after it.
+        """
+        assert len(shapes) == schedule.num_microbatches, f"{len(shapes)} shapes"
+        iteration = _Iteration(self, schedule, forward_step, shapes)
+        last = _last_backwards(schedule.actions[self.axis.coordinate])
+        with torch.set_grad_enabled(iteration.trains):
+            for step in self._program(schedule):
+                ends = last.get(step) if isinstance(step, Action) else None
+                if ends is not None and before_last_backward is not None:
+                    before_last_backward(ends)
+                iteration.do(step)
+                if ends is not None and after_last_backward is not None:
+                    after_last_backward(ends)
+        iteration.assert_finished()
+
+    def _program(self, schedule: Schedule) -> Program:
+        if id(schedule) not in self._programs:
+            assert schedule.placement.num_ranks == self.axis.size, schedule.placement
+            program = programs(schedule, int(self.overlap))[self.axis.coordinate]
+            # The schedule is kept with it, so that its id stays its own.
+            self._programs[id(schedule)] = (schedule, program)
+        return self._programs[id(schedule)][1]
+
+
+class _Iteration:
+    """What is alive on a rank during one iteration."""
+
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        schedule: Schedule,
+        forward_step: ForwardStep,
+        shapes: Sequence[Shape],
+    ) -> None:
+        self.executor, self.forward_step = executor, forward_step
+        self.rank, self.placement = executor.axis.coordinate, schedule.placement
+        self.mail = Mailbox(executor.axis, executor.device, executor.dtype, shapes)
+        self.trains = any(action.kind != "forward" for action in schedule.actions[self.rank])
+        # All by (microbatch, chunk).
+        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.tasks: dict[tuple[int, int], list[Task]] = {}
+        self.acts = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "backward_input": self._backward_input,
+            "backward_weight": self._backward_weight,
+        }
+
+    def do(self, step: Step) -> None:
+        """Do one step of the program."""
+        if isinstance(step, Action):
+            self.acts[step.kind](step)
+        elif isinstance(step, Post):
+            post = self.mail.send if step.sends else self.mail.receive
+            wait = post(step.message, step.peer)
+            if not self.executor.overlap:
+                wait()
+        else:
+            self.mail.release(step.message)
+            if step.message.kind == "activation":
+                chunk = self.placement.owner(step.message.source)[1]
+                self._free(step.message.microbatch, chunk)
+
+    def _forward(self, action: Action) -> None:
+        message = needed(self.placement, self.rank, action)
+        x = None if message is None else self.mail.take(message)
+        if x is not None and self.trains:
+            x.requires_grad_()
+        output = self.forward_step(action.chunk, action.microbatch, x)
+        if self.trains:
+            self.kept[action.microbatch, action.chunk] = (x, output)
+        message = made(self.placement, self.rank, action)
+        if message is not None:
+            self.mail.put(message, output.detach())
+
+    def _free(self, microbatch: int, chunk: int) -> None:
+        if not self.executor.free_outputs or (microbatch, chunk) not in self.kept:
+            return
+        x, output = self.kept[microbatch, chunk]
+        if not _is_needed(output, x):
+            # Not `.data = empty`: backward compares the shapes of an output and its gradient.
+            output.untyped_storage().resize_(0)
+
+    def _backward(self, action: Action) -> None:
+        x, output = self.kept.pop((action.microbatch, action.chunk))
+        message = needed(self.placement, self.rank, action)
+        grad = None if message is None else self.mail.take(message)
+        # A first stage without trainable weights has no history.
+        if output.requires_grad:
+            torch.autograd.backward(output, grad)
+        message = made(self.placement, self.rank, action)
+        if message is not None:
+            assert x is not None and x.grad is not None, f"{action} gave its input no gradient"
+            self.mail.put(message, x.grad)
+
+    def _backward_input(self, action: Action) -> None:
+        with self.executor.postponing() as tasks:
+            self._backward(action)
+        self.tasks[action.microbatch, action.chunk] = tasks
+
+    def _backward_weight(self, action: Action) -> None:
+        for task in self.tasks.pop((action.microbatch, action.chunk)):
+            task()
+
+    def assert_finished(self) -> None:
+        """Find work that the schedule left undone."""
+        assert not self.kept and not self.tasks, f"not done: {[*self.kept, *self.tasks]}"
+        self.mail.assert_empty()
+
+
+def _last_backwards(actions: Sequence[Action]) -> dict[Action, int]:
+    """Return the last action that adds to a chunk's weight gradients, for each chunk."""
+    last: dict[int, Action] = {}
+    for action in actions:
+        if action.kind in ("backward", "backward_weight"):
+            last[action.chunk] = action
+    return {action: chunk for chunk, action in last.items()}
+
+
+def _is_needed(output: Tensor, x: Tensor | None) -> bool:
+    """Return whether a backward may read an output's memory.
+
+    It may where the output shares it with an older tensor, or where its own operation saved it, as
+    a sigmoid does. Hooks on saved tensors would see more, but the parameters among those come back
+    as other objects, without their gradient buffers.
+    """
+    if output._base is not None:
+        return True
+    node = output.grad_fn
+    saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    saved += getattr(node, "saved_tensors", ())
+    memory = output.untyped_storage().data_ptr()
+    return any(
+        isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() == memory
+        for tensor in [*saved, x]
+    )
