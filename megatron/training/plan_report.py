@@ -7,7 +7,6 @@ the tokenizer is loaded where its files exist, to tell the vocabulary.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.datasets.config import DataConfig
 from megatron.core.pipeline_parallel.stages import split_layers
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -129,23 +128,20 @@ def _data(config: RunConfig) -> Iterator[str]:
     if not data.sources:
         yield "none named; a run needs --data-path, --train-data-path or --mock-data"
         return
-    if data.mock_data:
-        yield "synthetic tokens (--mock-data)"
-        return
+    # Here, since numpy takes time to import and is needed where there is data only.
+    from megatron.core.datasets.plan import describe
+    from megatron.training.data import sizes
+
+    notes: list[str] = []
     try:
-        yield from _epochs(data, config.total_samples)
+        rows = describe(data, sizes(config, notes.append))
     except UserError as error:
         yield f"not read: {error}"
-
-
-def _epochs(data: DataConfig, samples: int) -> Iterator[str]:
-    from megatron.training.data_plan import training_sources  # numpy, only where there is data
-
-    for source in training_sources(data, samples):
-        yield (
-            f"{source.prefix}: {source.samples:,} samples of {source.documents:,} documents, "
-            f"{human_count(source.tokens)} tokens: {source.epochs:.2f} epochs"
-        )
+        return
+    if not config.training.skip_train and all(row.split != "train" for row in rows):
+        notes.append("no training data: a run is refused")
+    yield from (row.line() for row in rows)
+    yield from notes
 
 
 def _learning_rate(config: RunConfig) -> Iterator[str]:

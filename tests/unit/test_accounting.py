@@ -174,7 +174,7 @@ def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
         "stage 1:",
         "largest micro-batch",
         "--data-impl mmap",
-        "synthetic",
+        "epochs  mock data",
     ):
         assert part in text, text
     assert text.count("weight decay") == 5
@@ -183,7 +183,7 @@ def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
 def test_the_plan_without_data_or_tokenizer_says_so() -> None:
     words = SMALL.replace("--mock-data", "--data-path nowhere").replace("--vocab-size 100", "")
     text = report(parse(f"{words} --dry-run".split()), "pretrain_gpt")
-    assert "not read: nowhere.idx does not exist" in text
+    assert "absent tokens/epoch         ? epochs  nowhere" in text
     assert "vocabulary 50,257 rows" in text and "as a guess" in text
     none = report(parse(f"{words} --dry-run".replace("--data-path nowhere", "").split()), "p")
     assert "none named" in none
