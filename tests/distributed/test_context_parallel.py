@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import comm
 from megatron.core.context_parallel.attention import ContextAxes, context_attention, split_axis
 from megatron.core.context_parallel.ring import ring_attention
+from megatron.core.context_parallel.share import Share
 from megatron.core.grid import Grid, ParallelConfig
 from megatron.core.kernels import blocked, ring_block
 from megatron.core.kernels.attention import Extras, Packing, Rule, attention_reference
@@ -98,7 +99,8 @@ def on_rank(
 
 
 def every_variant(rank: int, kind: str, size: int, inner: int, world: int) -> dict[str, Any]:
-    ring_block.TILE = blocked.TILE = 2
+    # Several tiles, and room to keep the probabilities of some.
+    ring_block.TILE, blocked.TILE, ring_block.KEPT = 2, 2, 2000
     _, axes = axes_of(rank, size, inner, world)
     return {name: on_rank(axes, kind, name) for name in VARIANTS}
 
@@ -231,6 +233,36 @@ def test_par_15_a_rank_with_only_masked_tokens_contributes_zero(pool: Pool, kind
     check_equal(results, serial("packed", masked_gradient()), kind)
 
 
+def _order(rank: int) -> list[str]:
+    """Return what a ring does, in order."""
+    events: list[str] = []
+
+    def said(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    _, axes = axes_of(rank, 3, 3, 3)
+    kept = comm.shift, comm.Arrival.wait, Share.see, Share.back
+    comm.shift, comm.Arrival.wait = said("shift", kept[0]), said("wait", kept[1])
+    Share.see, Share.back = said("see", kept[2]), said("back", kept[3])
+    try:
+        on_rank(axes, "p2p", "causal")
+    finally:
+        comm.shift, comm.Arrival.wait, Share.see, Share.back = kept
+    return events
+
+
+def test_the_next_keys_travel_while_the_present_ones_are_multiplied(pool: Pool) -> None:
+    forward = ["shift", "see", "wait", "shift", "see", "wait", "see"]
+    # The first gradient to travel is the second block's; it does so during the third.
+    back = ["shift", "back", "wait", "shift", "back", "shift", "wait", "back", "wait", "shift"]
+    for events in pool.run(3, _order):
+        assert events == [*forward, *back, "wait"]
+
+
 def _dropout(rank: int, kind: str) -> tuple[Tensor, ...]:
     _, axes = axes_of(rank, 2, 2, 2)
     attend = context_attention(kind, axes, attention_blocked)
@@ -302,8 +334,9 @@ def settled(live: Live) -> int:
 
 def memory_of(axes: ContextAxes, kind: str) -> tuple[int, int, int]:
     """Return bytes of this rank's inputs, kept after forward, and at the peak of both ways."""
-    sequence, heads, groups, channels = 768, 4, 2, 16
-    ring_block.SCORES = 1  # the least: the scores of a tile are not what is measured
+    sequence, heads, groups, channels = 384, 8, 4, 16
+    # Scores are not what is measured: the least at once, and none kept.
+    ring_block.SCORES, ring_block.KEPT = 1, 0
     # A ring of one rank is the measure, where a layer would take the serial attention.
     attend = context_attention(kind, axes, attention_sdpa)
     if axes.whole.size == 1:

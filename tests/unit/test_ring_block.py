@@ -42,6 +42,8 @@ CASES: dict[str, tuple[Rule, Extras]] = {
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     monkeypatch.setattr(ring_block, "TILE", 3)
+    # Room for some of the tiles alone.
+    monkeypatch.setattr(ring_block, "KEPT", 250)
 
 
 def tensors() -> list[Tensor]:
@@ -90,21 +92,36 @@ def in_blocks(
     return found
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("cuts", [[0, 12], [0, 6, 12], [0, 1, 5, 6, 11, 12]])
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_merge_to_the_whole(case: str, cuts: list[int], with_sink: bool) -> None:
+def test_blocks_merge_to_the_whole(case: str, cuts: list[int], with_sink: bool, keep: bool) -> None:
     rule, extras = CASES[case]
     inputs = tensors()
     sink = inputs[3] if with_sink else None
     expected = attention_reference(*inputs[:3], rule, replace(extras, sink_n=sink))
     grad = torch.randn_like(expected)
     expected.backward(grad)
-    blocks = BlockAttention.of(rule, extras, Sight(rule, extras.packing, B, S, grad.device))
+    sight = Sight(rule, extras.packing, B, S, grad.device)
+    blocks = BlockAttention.of(rule, extras, sight, keep=keep)
     found = in_blocks(blocks, inputs, None if sink is None else sink.detach(), grad, cuts)
     torch.testing.assert_close(found["out"], expected, rtol=1e-12, atol=1e-13)
     for name, x in zip(("q", "k", "v", "sink")[: 3 + with_sink], inputs, strict=False):
         torch.testing.assert_close(found[name], x.grad, rtol=1e-12, atol=1e-13, msg=name)
+
+
+def test_probabilities_are_kept_while_there_is_room() -> None:
+    rule = Rule(scale=0.5, causal=False)
+    blocks = BlockAttention.of(
+        rule, Extras(), Sight(rule, None, B, S, torch.device("cpu")), keep=True
+    )
+    in_blocks(blocks, tensors(), None, torch.zeros(S, B, N, E, dtype=F64), [0, 4, 12])
+    assert blocks.kept is not None
+    # Tiles of 3 and 1 queries for 8 samples' heads: 8 * 3 * 8 and 8 * 1 * 4, then 26 are left.
+    assert blocks.kept.find(range(0, 3), range(4, 12)) is not None
+    assert blocks.kept.find(range(3, 4), range(0, 4)) is not None
+    assert blocks.kept.find(range(4, 7), range(4, 12)) is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +201,8 @@ def test_dropout_is_the_same_in_backward_and_differs_between_blocks() -> None:
     # Kept probabilities have mean 1 / (1 - p): ones as values show each row's kept weight.
     ones = torch.ones(1, 1, 200, 1, dtype=F64)
     q, k = torch.zeros(1, 1, 1, 200, 2, dtype=F64), torch.zeros(1, 1, 200, 2, dtype=F64)
-    wide = BlockAttention.of(rule, Extras(dropout_p=0.4), Sight(rule, None, 1, 400, q.device), 5)
+    sight = Sight(rule, None, 1, 400, q.device)
+    wide = BlockAttention.of(rule, Extras(dropout_p=0.4), sight, seed=5)
     first = wide.forward(q, k, ones, range(0, 200), range(0, 200))
     other = wide.forward(q, k, ones, range(0, 200), range(200, 400))
     assert first is not None and other is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.context_parallel.share import begin, end, gradients, resume
+from megatron.core.context_parallel.share import Seen, begin, end, gradients, resume
 from megatron.core.kernels.attention import NONE, Extras, Rule
 from megatron.core.mesh import Axis
 
@@ -46,11 +46,11 @@ class _Gathered(torch.autograd.Function):
         extras: Extras,
         axis: Axis,
     ) -> Tensor:
-        share, own = begin(q, k, v, rule, extras, axis)
-        out, lse = share.start(v.shape[3])
+        share, own = begin(ctx, q, k, v, rule, extras, axis)
+        seen: Seen = {}
         for source, kv in enumerate(comm.all_gather(own, axis).chunk(axis.size)):
-            share.see(kv, source, out, lse)
-        return end(ctx, share, own, sink, out, lse)
+            share.see(kv, source, seen)
+        return end(ctx, share, own, sink, seen)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.context_parallel.share import begin, end, gradients, resume
+from megatron.core.context_parallel.share import Seen, begin, end, gradients, resume
 from megatron.core.kernels.attention import NONE, Extras, Rule
 from megatron.core.mesh import Axis
 
@@ -51,16 +51,16 @@ class _Ring(torch.autograd.Function):
         extras: Extras,
         axis: Axis,
     ) -> Tensor:
-        share, own = begin(q, k, v, rule, extras, axis)
-        out, lse = share.start(v.shape[3])
+        share, own = begin(ctx, q, k, v, rule, extras, axis)
+        seen: Seen = {}
         kv = own
         for step in range(axis.size):
             last = step == axis.size - 1
             following = None if last else comm.shift(kv, axis)
-            share.see(kv, (axis.coordinate - step) % axis.size, out, lse)
+            share.see(kv, (axis.coordinate - step) % axis.size, seen)
             if following is not None:
                 kv = following.wait()
-        return end(ctx, share, own, sink, out, lse)
+        return end(ctx, share, own, sink, seen)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

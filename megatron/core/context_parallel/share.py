@@ -48,10 +48,14 @@ def group(q_sBnD: Tensor, groups: int) -> Tensor:
     return q_sBgrD.permute(1, 2, 3, 0, 4)
 
 
-def ungroup(x_BgrsD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [s, B, n, D], in ``dtype``."""
-    x_sBnD: Tensor = x_BgrsD.permute(3, 0, 1, 2, 4).flatten(2, 3)
-    return x_sBnD.to(dtype)
+def ungroup(runs_BgrcD: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return runs of queries one after the other as [s, B, n, D], in ``dtype``."""
+    x_sBgrD = torch.cat([x.permute(3, 0, 1, 2, 4) for x in runs_BgrcD])
+    return x_sBgrD.flatten(2, 3).to(dtype)
+
+
+Seen = dict[range, tuple[Tensor, Tensor]]
+"""What each of the two runs of queries has seen so far: out_BgrcE and lse_Bgrc."""
 
 
 class Share:
@@ -61,19 +65,19 @@ class Share:
         self.q, self.head_size, self.blocks, self.axis = q_BgrsD, head_size, blocks, axis
         self.dtype = accumulate_dtype(q_BgrsD.dtype)
 
-    def start(self, value_size: int) -> tuple[Tensor, Tensor]:
-        """Return out_BgrsE and lse_Bgrs that have seen nothing."""
-        out = self.q.new_zeros(*self.q.shape[:4], value_size, dtype=self.dtype)
-        return out, torch.full_like(out[..., 0], -torch.inf)
-
-    def see(self, kv_BgtX: Tensor, source: int, out: Tensor, lse: Tensor) -> None:
-        """Take the keys of coordinate ``source`` into ``out`` and ``lse``."""
+    def see(self, kv_BgtX: Tensor, source: int, seen: Seen) -> None:
+        """Take the keys of coordinate ``source`` in."""
         k, v = self._split(kv_BgtX)
         for block in self._blocks(kv_BgtX, source):
             q, keys = self.q[:, :, :, block.rows], block.columns
             piece = self.blocks.forward(q, k[:, :, keys], v[:, :, keys], block.queries, block.keys)
-            if piece is not None:
-                merge(out[:, :, :, block.rows], lse[:, :, :, block.rows], *piece)
+            if piece is None:
+                continue
+            before = seen.get(block.queries)
+            if before is None:
+                seen[block.queries] = piece
+            else:
+                merge(*before, *piece)
 
     def back(self, kv_BgtX: Tensor, source: int, rows: Rows, grad_kv_BgtX: Tensor) -> None:
         """Add to ``rows.grad_q`` and ``grad_kv`` what the keys of ``source`` give."""
@@ -108,24 +112,28 @@ class Share:
 
 
 def begin(
-    q_sBnD: Tensor, k_tBgD: Tensor, v_tBgE: Tensor, rule: Rule, extras: Extras, axis: Axis
+    ctx: Any, q_sBnD: Tensor, k_tBgD: Tensor, v_tBgE: Tensor, rule: Rule, extras: Extras, axis: Axis
 ) -> tuple[Share, Tensor]:
     """Return this rank's share and its kv_BgtX."""
     whole = q_sBnD.shape[0] * axis.size
     if k_tBgD.shape[0] != q_sBnD.shape[0]:
         assert not (rule.causal or rule.window or extras.packing), "keys of another sequence"
     sight = Sight(rule, extras.packing, q_sBnD.shape[1], whole, q_sBnD.device)
-    blocks = BlockAttention.of(rule, extras, sight, _seed(extras, q_sBnD.device))
+    keep = any(ctx.needs_input_grad)
+    blocks = BlockAttention.of(rule, extras, sight, seed=_seed(extras, q_sBnD.device), keep=keep)
     q_BgrsD = group(q_sBnD, k_tBgD.shape[2]).contiguous()
     return Share(q_BgrsD, q_sBnD.shape[3], blocks, axis), fuse(k_tBgD, v_tBgE)
 
 
-def end(
-    ctx: Any, share: Share, kv: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor
-) -> Tensor:
+def end(ctx: Any, share: Share, kv: Tensor, sink: Tensor | None, seen: Seen) -> Tensor:
     """Return out_sBnE; keep what backward needs, which does not grow with the number of ranks."""
-    finish(out, lse, sink)
-    out_sBnE = ungroup(out, share.q.dtype)
+    runs = spans(share.q.shape[3] * share.axis.size, share.axis.coordinate, share.axis.size)
+    # Keys of its own position are visible to every query, so that both runs have seen some.
+    parts = [seen[run] for run in runs]
+    for part in parts:
+        finish(*part, sink)
+    out_sBnE = ungroup([out for out, _ in parts], share.q.dtype)
+    lse = torch.cat([lse for _, lse in parts], 3)
     ctx.save_for_backward(share.q, kv, sink, out_sBnE, lse)
     ctx.head_size, ctx.blocks, ctx.axis = share.head_size, share.blocks, share.axis
     return out_sBnE
@@ -146,7 +154,7 @@ def gradients(share: Share, rows: Rows, grad_kv_BgtX: Tensor) -> tuple[Tensor, T
     """Return the gradients of q, k and v as they were given."""
     dtype, size = share.q.dtype, share.head_size
     kv_tBgX = grad_kv_BgtX.permute(2, 0, 1, 3).to(dtype)
-    return ungroup(rows.grad_q_BgrcD, dtype), kv_tBgX[..., :size], kv_tBgX[..., size:]
+    return ungroup([rows.grad_q_BgrcD], dtype), kv_tBgX[..., :size], kv_tBgX[..., size:]
 
 
 def _seed(extras: Extras, device: torch.device) -> int:

@@ -32,6 +32,9 @@ TILE = 64
 SCORES = 2**22
 """Scores that are held at once, about; long rows of keys make for fewer queries."""
 
+KEPT = 2**25
+"""Probabilities of one call that are kept for backward at most; others are computed again."""
+
 
 class Sight:
     """Which keys a run of queries sees; bounds are known on the host, so that work is skipped."""
@@ -41,7 +44,7 @@ class Sight:
     ) -> None:
         left, right = rule.window or (-1, -1)
         self.left, self.right = left, 0 if rule.causal else right
-        self.sequence = sequence
+        self.sequence, self.device = sequence, device
         self._ids_BS: Tensor | None = None
         self._bounds: list[list[int]] = []
         if packing is not None:
@@ -64,21 +67,42 @@ class Sight:
             high = min(high, max(self._document(b, queries.stop - 1)[1] for b in self._bounds))
         return range(low, max(low, high))
 
-    def hidden(self, queries: range, keys: range, distance_cw: Tensor) -> Tensor | None:
-        """Return the mask of pairs that do not count, ``[c, w]`` or ``[B, 1, 1, c, w]``."""
+    def hidden(self, queries: range, keys: range) -> list[tuple[slice, Tensor]]:
+        """Return (columns, mask) pairs: there the mask's True pairs do not count.
+
+        A mask is [c, columns] or [B, 1, 1, c, columns].
+        """
         parts = []
-        if self.left >= 0 and keys.start < queries.stop - 1 - self.left:
-            parts.append(distance_cw < -self.left)
-        if self.right >= 0 and keys.stop - 1 > queries.start + self.right:
-            parts.append(distance_cw > self.right)
+        # The last query sees least to the left, the first one least to the right.
+        far = queries.stop - 1 - self.left - keys.start
+        near = queries.start + 1 + self.right - keys.start
+        if self.left >= 0 and far > 0:
+            distance = self.distance(queries, keys[:far])
+            parts.append((slice(0, len(keys[:far])), distance < -self.left))
+        if self.right >= 0 and near < len(keys):
+            near = max(near, 0)
+            distance = self.distance(queries, keys[near:])
+            parts.append((slice(near, len(keys)), distance > self.right))
         if self._ids_BS is not None and not self._one_document(queries, keys):
             rows_Bc = self._ids_BS[:, queries.start : queries.stop]
             columns_Bw = self._ids_BS[:, keys.start : keys.stop]
-            parts.append((rows_Bc[:, :, None] != columns_Bw[:, None, :])[:, None, None])
-        mask = None
-        for part in parts:
-            mask = part if mask is None else mask | part
-        return mask
+            mask_Bcw = rows_Bc[:, :, None] != columns_Bw[:, None, :]
+            parts.append((slice(0, len(keys)), mask_Bcw[:, None, None]))
+        return parts
+
+    def blind(self, queries: range, keys: range) -> bool:
+        """Return whether some of the queries may see none of the keys."""
+        if self._ids_BS is not None and not self._one_document(queries, keys):
+            return True
+        left = self.left >= 0 and queries.stop - 1 - self.left > keys.stop - 1
+        return left or (self.right >= 0 and queries.start + self.right < keys.start)
+
+    def distance(self, queries: range, keys: range) -> Tensor:
+        """Return position of key - position of query, ``[c, w]``."""
+        return self._positions(keys) - self._positions(queries)[:, None]
+
+    def _positions(self, run: range) -> Tensor:
+        return torch.arange(run.start, run.stop, device=self.device)
 
     def _one_document(self, queries: range, keys: range) -> bool:
         first, last = min(queries.start, keys.start), max(queries.stop, keys.stop) - 1
@@ -89,17 +113,6 @@ class Sight:
         """Return the bounds of the document around a position of a sample."""
         at = bisect_right(starts, position)
         return starts[at - 1], starts[at]
-
-
-class Scores(NamedTuple):
-    """The scores of one tile."""
-
-    z: Tensor
-    """[B, g, r * c, w], hidden ones -inf."""
-    slope: Tensor | None
-    """Derivative of the soft cap."""
-    q: Tensor
-    """The queries behind them, scaled, [B, g, r * c, D]."""
 
 
 class Rows(NamedTuple):
@@ -114,6 +127,22 @@ class Rows(NamedTuple):
     """Gradients are added here."""
 
 
+class Kept:
+    """Probabilities of each tile over its own keys, and their lse, as far as there is room."""
+
+    def __init__(self) -> None:
+        self._room = KEPT
+        self._tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def add(self, run: range, seen: range, probs: Tensor, lse: Tensor) -> None:
+        if probs.numel() <= self._room:
+            self._room -= probs.numel()
+            self._tiles[run.start, seen.start] = probs, lse
+
+    def find(self, run: range, seen: range) -> tuple[Tensor, Tensor] | None:
+        return self._tiles.get((run.start, seen.start))
+
+
 @dataclass(frozen=True)
 class BlockAttention:
     """Attention block by block, of one layer's call."""
@@ -124,15 +153,20 @@ class BlockAttention:
     dropout_p: float = 0.0
     seed: int = 0
     """Of the dropout; masks also depend on the block's place, and are the same in backward."""
+    kept: Kept | None = None
+    """Where probabilities are kept for backward; not under a soft cap, whose slope they lack."""
 
     @classmethod
-    def of(cls, rule: Rule, extras: Extras, sight: Sight, seed: int = 0) -> "BlockAttention":
+    def of(
+        cls, rule: Rule, extras: Extras, sight: Sight, *, seed: int = 0, keep: bool = False
+    ) -> "BlockAttention":
         """Return the blocks of a call; what stands for the whole S x T matrix is not supported."""
         assert extras.bias is None, "a bias covers the whole sequence"
         assert extras.query_positions_BS is None, "cached decoding is not cut over ranks"
         slopes = extras.alibi_slopes_n
         assert slopes is None or not slopes.requires_grad, "ALiBi slopes are constants"
-        return cls(rule, sight, slopes, extras.dropout_p, seed)
+        kept = Kept() if keep and rule.softcap is None else None
+        return cls(rule, sight, slopes, extras.dropout_p, seed, kept)
 
     def forward(
         self, q_BgrcD: Tensor, k_BgwD: Tensor, v_BgwE: Tensor, queries: range, keys: range
@@ -145,18 +179,16 @@ class BlockAttention:
         lse = torch.full_like(out[..., 0], -torch.inf)
         generator = self._generator(queries, keys, out.device)
         for rows, run, columns, seen in self._tiles(q_BgrcD, queries, keys):
-            z = self._scores(q_BgrcD[:, :, :, rows], k_BgwD[:, :, columns], run, seen).z
-            top = z.amax(-1, keepdim=True)
-            # A row of -inf has no largest score; 0 makes its weights exp(-inf) = 0.
-            top.masked_fill_(top == -torch.inf, 0)
-            weights = z.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            shape = (*out.shape[:3], len(run))
-            lse[:, :, :, rows] = (top + total.log()).view(shape)
-            total.masked_fill_(total == 0, 1)
+            queries_tile = self._queries(q_BgrcD[:, :, :, rows])
+            z, _ = self._scores(queries_tile, k_BgwD[:, :, columns], run, seen)
+            probs, total = _softmax(z, self.sight.blind(run, seen))
+            if self.kept is not None:
+                self.kept.add(run, seen, probs, total)
             if generator is not None:
-                weights.mul_(self._kept(weights, generator))
-            part = (weights @ v_BgwE[:, :, columns].to(dtype)).div_(total)
+                probs = probs * self._dropped(probs, generator)
+            shape = (*out.shape[:3], len(run))
+            lse[:, :, :, rows] = total.view(shape)
+            part = probs @ v_BgwE[:, :, columns].to(dtype)
             out[:, :, :, rows] = part.view(*shape, -1)
         return out, lse
 
@@ -175,18 +207,26 @@ class BlockAttention:
         generator = self._generator(*at, q_BgrcD.device)
         for rows, run, columns, seen in self._tiles(q_BgrcD, *at):
             k, v = (x[:, :, columns].to(dtype) for x in (k_BgwD, v_BgwE))
-            z, slope, q = self._scores(q_BgrcD[:, :, :, rows], k, run, seen)
+            q = self._queries(q_BgrcD[:, :, :, rows])
             grad, lse, delta, grad_q = (x[:, :, :, rows] for x in rows_of)
-            probs = z.sub_(lse.flatten(2)[..., None]).exp_()
-            grad = grad.to(dtype).flatten(2, 3)
-            dp = grad @ v.transpose(-1, -2)
-            used = probs
+            grad, lse, delta = grad.to(dtype).flatten(2, 3), lse.flatten(2), delta.flatten(2)
+            slope = None
+            found = self.kept.find(run, seen) if self.kept is not None else None
+            if found is None:
+                z, slope = self._scores(q, k, run, seen)
+                probs = z.sub_(lse[..., None]).exp_()
+            else:
+                # Over the tile's own keys: they lack a factor per row, which the gradients take.
+                probs, own = found
+                share = (own - lse).exp_()
+                grad, delta = grad * share[..., None], delta * share
+            dp, used = grad @ v.transpose(-1, -2), probs
             if generator is not None:
-                factor = self._kept(probs, generator)
+                factor = self._dropped(probs, generator)
                 used = probs * factor
                 dp.mul_(factor)
             grad_v_BgwE[:, :, columns] += used.transpose(-1, -2) @ grad
-            dz = dp.sub_(delta.flatten(2)[..., None]).mul_(probs)
+            dz = dp.sub_(delta[..., None]).mul_(probs)
             if slope is not None:
                 dz.mul_(slope)
             grad_q += (dz @ k).mul_(self.rule.scale).view(grad_q.shape)
@@ -205,25 +245,28 @@ class BlockAttention:
                 rows = slice(run.start - queries.start, run.stop - queries.start)
                 yield rows, run, slice(seen.start - keys.start, seen.stop - keys.start), seen
 
-    def _scores(self, q_BgrcD: Tensor, k_BgwD: Tensor, run: range, seen: range) -> Scores:
-        dtype = accumulate_dtype(q_BgrcD.dtype)
-        q = (q_BgrcD.to(dtype) * self.rule.scale).flatten(2, 3)
-        z = q @ k_BgwD.to(dtype).transpose(-1, -2)
+    def _queries(self, q_BgrcD: Tensor) -> Tensor:
+        """Return the queries of a tile, scaled, [B, g, r * c, D]."""
+        q_BgrcD = q_BgrcD.to(accumulate_dtype(q_BgrcD.dtype)) * self.rule.scale
+        return q_BgrcD.flatten(2, 3)
+
+    def _scores(
+        self, q: Tensor, k_BgwD: Tensor, run: range, seen: range
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return scores [B, g, r * c, w], hidden ones -inf, and the slope of the soft cap."""
+        z = q @ k_BgwD.to(q.dtype).transpose(-1, -2)
         slope, cap = None, self.rule.softcap
         if cap is not None:
             z.div_(cap).tanh_()
             slope = 1 - z.square()
             z.mul_(cap)
-        distance_cw = torch.arange(seen.start, seen.stop, device=z.device)
-        distance_cw = distance_cw - torch.arange(run.start, run.stop, device=z.device)[:, None]
-        view_Bgrcw = z.view(*q_BgrcD.shape[:4], len(seen))
+        view_Bgrcw = z.unflatten(2, (-1, len(run)))
         if self.alibi_slopes_n is not None:
-            slopes = self.alibi_slopes_n.to(dtype).view(*q_BgrcD.shape[1:3], 1, 1)
-            view_Bgrcw.sub_(slopes * distance_cw.abs())
-        mask = self.sight.hidden(run, seen, distance_cw)
-        if mask is not None:
-            view_Bgrcw.masked_fill_(mask, -torch.inf)
-        return Scores(z, slope, q)
+            slopes = self.alibi_slopes_n.to(z.dtype).view(*view_Bgrcw.shape[1:3], 1, 1)
+            view_Bgrcw.sub_(slopes * self.sight.distance(run, seen).abs())
+        for columns, mask in self.sight.hidden(run, seen):
+            view_Bgrcw[..., columns].masked_fill_(mask, -torch.inf)
+        return z, slope
 
     def _generator(
         self, queries: range, keys: range, device: torch.device
@@ -235,14 +278,30 @@ class BlockAttention:
         mixed = (self.seed + place * 0x9E3779B97F4A7C15) % 2**63
         return torch.Generator(device).manual_seed(mixed)
 
-    def _kept(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+    def _dropped(self, weights: Tensor, generator: torch.Generator) -> Tensor:
         """Return 0 for what is dropped and 1 / (1 - p) for the rest."""
         kept = 1 - self.dropout_p
         return torch.empty_like(weights).bernoulli_(kept, generator=generator).div_(kept)
 
 
+def _softmax(z: Tensor, blind: bool) -> tuple[Tensor, Tensor]:
+    """Return the softmax of ``z``, which is overwritten, and its lse, [B, g, r * c].
+
+    A row of -inf, which there can be if ``blind``, is zeros, and its lse -inf.
+    """
+    top = z.amax(-1)
+    probs = torch.softmax(z, -1, out=z if z.is_cpu else None)
+    # The largest probability is exp(top - lse).
+    lse = top - probs.amax(-1).log_()
+    if blind:
+        dead = top == -torch.inf
+        probs.masked_fill_(dead[..., None], 0)
+        lse.masked_fill_(dead, -torch.inf)
+    return probs, lse
+
+
 def merge(out: Tensor, lse: Tensor, piece_out: Tensor, piece_lse: Tensor) -> None:
-    """Join a piece into ``out`` and ``lse``, in place; both start as zeros and -inf."""
+    """Join a piece into ``out`` and ``lse``, in place."""
     joined = torch.logaddexp(lse, piece_lse)
     # A row that has seen nothing yet stays zero: exp(-inf - 0).
     base = joined.masked_fill(joined == -torch.inf, 0)
