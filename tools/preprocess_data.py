@@ -8,6 +8,7 @@ same for any number of --workers and --partitions. On many machines, see
 megatron/core/datasets/preprocess/partitions.py.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megatron.core.datasets.preprocess.config import PreprocessConfig
 from megatron.core.datasets.preprocess.measure import measure
 from megatron.core.datasets.preprocess.run import Job, encode_spans, prepare
 from megatron.core.datasets.preprocess.sources import whole
+from megatron.core.tokenizers import library
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -86,6 +88,8 @@ def main(argv: Sequence[str] | None = None, check: Callable[[], None] = lambda: 
 def _job(config: ToolConfig, check: Callable[[], None] = lambda: None) -> Job:
     if config.preprocess.launcher == "ray":
         partitions.import_ray()
+    for name, value in library.use_threads(os.environ, 1).items():
+        say(f"{name}={value} is set: a worker is a process with one thread")
     tokenizer = build_tokenizer(config.tokenizer)
     resolve_vocabulary(config.tokenizer, tokenizer.vocab_size)
     return prepare(config.preprocess, tokenizer, check)
