@@ -1,8 +1,19 @@
-"""Which part of a model a pipeline stage owns; plain Python, so that a plan needs no torch."""
+"""Which part of a model each pipeline stage owns; plain Python, so that a plan needs no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from megatron.core.pipeline_parallel.layout import FLAG as LAYOUT
+from megatron.core.pipeline_parallel.layout import parse_layout
+from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.utils import UserError
+
+SIZE = "--pipeline-model-parallel-size"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+PER_RANK = "--num-virtual-stages-per-pipeline-rank"
+ACCOUNT = "--account-for-embedding/loss-in-pipeline-split"
 
 
 @dataclass(frozen=True)
@@ -15,6 +26,8 @@ class Stage:
     """Owns the embedding."""
     is_last: bool = True
     """Owns the final norm and the output head."""
+    num_mtp_layers: int = 0
+    """Multi-token-prediction layers, which follow the stack."""
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -27,17 +40,191 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
     """
     if num_layers < num_stages:
         raise UserError(
-            f"--num-layers ({num_layers}) must be at least --pipeline-model-parallel-size "
+            f"--num-layers ({num_layers}) must be at least {SIZE} "
             f"({num_stages}); lower the latter to {num_layers} or less"
         )
-    size, extra = divmod(num_layers, num_stages)
-    starts = [stage * size + min(stage, extra) for stage in range(num_stages + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return _ranges(_evenly(num_layers, num_stages))
 
 
 def make_stages(num_layers: int, num_stages: int) -> list[Stage]:
-    """Return every stage of a pipeline."""
+    """Return every stage of a pipeline with one stage per rank, as even as can be."""
+    return plan_stages(num_layers, Placement(num_stages))
+
+
+def plan_stages(
+    num_layers: int,
+    placement: Placement,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    layout: str | None = None,
+    mtp_num_layers: int = 0,
+) -> list[Stage]:
+    """Return every stage of a model, by position; their layers add up to the model's.
+
+    A rank's own are those at `Placement.positions`.
+
+    Args:
+        num_layers: of the model, without multi-token prediction.
+        placement: ranks, and stages on each.
+        first: layers on the first rank, over all its chunks; the others share the rest.
+        last: the same on the last rank.
+        account_for_embedding: the first stage gets one layer less.
+        account_for_loss: the last stage gets one layer less.
+        layout: every stage written out, see `parse_layout`.
+        mtp_num_layers: layers of multi-token prediction; on the last stage unless laid out.
+
+    Raises:
+        UserError: these do not go together, or the layers do not add up.
+    """
+    ends = first is not None or last is not None
+    accounts = account_for_embedding or account_for_loss
+    given = [f"{FIRST}/last-pipeline-num-layers"] * ends + [ACCOUNT] * accounts
+    given += [LAYOUT] * (layout is not None)
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} each say how layers are split; keep one")
+    mtp = [0] * (placement.num_stages - 1) + [mtp_num_layers]
+    if layout is not None:
+        counts, mtp = _laid_out(layout, num_layers, mtp_num_layers, placement)
+    elif ends:
+        counts = _with_given_ends(num_layers, placement, first, last)
+    else:
+        counts = _accounted(num_layers, placement, account_for_embedding, account_for_loss)
+    assert sum(counts) == num_layers and min(counts) >= 0, (counts, num_layers)
     return [
-        Stage(layers, is_first=index == 0, is_last=index == num_stages - 1)
-        for index, layers in enumerate(split_layers(num_layers, num_stages))
+        Stage(layers, index == 0, index == len(counts) - 1, mtp[index])
+        for index, layers in enumerate(_ranges(counts))
     ]
+
+
+def chunks_per_rank(
+    num_layers: int,
+    num_ranks: int,
+    *,
+    layers_per_stage: int | None = None,
+    stages_per_rank: int | None = None,
+    layout: str | None = None,
+) -> int:
+    """Return how many stages each rank holds, by whichever flag says so; one by default.
+
+    Args:
+        num_layers: of the model.
+        num_ranks: ranks along the pipeline.
+        layers_per_stage: ``--num-layers-per-virtual-pipeline-stage``.
+        stages_per_rank: ``--num-virtual-stages-per-pipeline-rank``.
+        layout: ``--pipeline-model-parallel-layout``.
+
+    Raises:
+        UserError: more than one says so, or the layers or stages do not divide.
+    """
+    named = ((PER_STAGE, layers_per_stage), (PER_RANK, stages_per_rank), (LAYOUT, layout))
+    given = [f"{flag} ({value})" for flag, value in named if value is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} each set the stages per rank; keep one")
+    if layout is not None:
+        count = len(parse_layout(layout))
+        if count % num_ranks:
+            raise UserError(
+                f"{LAYOUT} {layout!r} has {count} stages, no multiple of {SIZE} ({num_ranks})"
+            )
+        return count // num_ranks
+    if layers_per_stage is not None:
+        if layers_per_stage < 1 or num_layers % (num_ranks * layers_per_stage):
+            raise UserError(
+                f"--num-layers ({num_layers}) is not divisible by {SIZE} ({num_ranks}) x "
+                f"{PER_STAGE} ({layers_per_stage}); {PER_RANK} allows uneven stages"
+            )
+        return num_layers // (num_ranks * layers_per_stage)
+    if stages_per_rank is not None and stages_per_rank < 1:
+        raise UserError(f"{PER_RANK} ({stages_per_rank}) must be at least 1")
+    return stages_per_rank or 1
+
+
+def _accounted(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> list[int]:
+    """Return an even split in which the ends of the model may count as a layer each."""
+    total = num_layers + embedding + loss
+    if total < placement.num_stages:
+        ends = " + ".join(["", *(["the embedding"] * embedding), *(["the loss"] * loss)])
+        raise UserError(
+            f"--num-layers ({num_layers}){ends} must be at least {_stages(placement)}; "
+            "lower one of the latter"
+        )
+    counts = _evenly(total, placement.num_stages)
+    counts[0] -= embedding
+    counts[-1] -= loss
+    # One stage that is both ends, or the only layer of two stages, may have none left to give.
+    if min(counts) < 0:
+        raise UserError(f"--num-layers ({num_layers}) leaves nothing for {_stages(placement)}")
+    return counts
+
+
+def _with_given_ends(
+    num_layers: int, placement: Placement, first: int | None, last: int | None
+) -> list[int]:
+    """Return a split in which the first or last rank holds a given number of layers."""
+    said = [f"{FIRST} ({first})"] * (first is not None) + [f"{LAST} ({last})"] * (last is not None)
+    ends, ranks = " + ".join(said), placement.num_ranks
+    if placement.shape == "v":
+        raise UserError(f"{ends}: in a V-shaped schedule rank 0 is both; give {LAYOUT} instead")
+    if ranks == 1:
+        raise UserError(f"{ends} needs {SIZE} of at least 2: one rank holds all layers")
+    middle = ranks - len(said)
+    rest = num_layers - (first or 0) - (last or 0)
+    if rest < middle or (middle == 0 and rest):
+        raise UserError(
+            f"{ends} leaves {rest} of --num-layers ({num_layers}) for the other {middle} ranks of "
+            f"{SIZE} ({ranks})"
+        )
+    by_rank = [first] * (first is not None) + _evenly(rest, middle) + [last] * (last is not None)
+    held = [count for count in by_rank if count is not None]
+    short = [f"rank {rank}: {n}" for rank, n in enumerate(held) if n < placement.num_chunks]
+    if short:
+        raise UserError(
+            f"{ends} of --num-layers ({num_layers}) leaves fewer layers than {PER_RANK} "
+            f"({placement.num_chunks}) on {', '.join(short)}"
+        )
+    chunks = [_evenly(count, placement.num_chunks) for count in held]
+    owners = [placement.owner(position) for position in range(placement.num_stages)]
+    return [chunks[rank][chunk] for rank, chunk in owners]
+
+
+def _laid_out(
+    layout: str, num_layers: int, mtp_num_layers: int, placement: Placement
+) -> tuple[list[int], list[int]]:
+    """Return a layout's layers and multi-token-prediction layers by position."""
+    stages = parse_layout(layout)
+    if len(stages) != placement.num_stages:
+        raise UserError(f"{LAYOUT} {layout!r} has {len(stages)} stages, not {_stages(placement)}")
+    layers = [stage.num_layers for stage in stages]
+    mtp = [stage.num_mtp_layers for stage in stages]
+    if sum(layers) != num_layers:
+        raise UserError(f"{LAYOUT} {layout!r} has {sum(layers)} t, not --num-layers ({num_layers})")
+    if sum(mtp) != mtp_num_layers:
+        raise UserError(
+            f"{LAYOUT} {layout!r} has {sum(mtp)} m, not --mtp-num-layers ({mtp_num_layers})"
+        )
+    return layers, mtp
+
+
+def _stages(placement: Placement) -> str:
+    """Return the number of stages with what it comes from."""
+    words = f"{SIZE} ({placement.num_ranks})"
+    if placement.num_chunks == 1:
+        return words
+    return f"{placement.num_stages} = {words} x {PER_RANK} ({placement.num_chunks})"
+
+
+def _evenly(count: int, parts: int) -> list[int]:
+    """Return ``count`` in ``parts`` shares, the larger ones first."""
+    if not parts:
+        return []
+    share, extra = divmod(count, parts)
+    return [share + (index < extra) for index in range(parts)]
+
+
+def _ranges(counts: Sequence[int]) -> list[range]:
+    """Return the layers of each stage from their numbers."""
+    stops = [*accumulate(counts)]
+    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
