@@ -17,11 +17,13 @@ if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-ru
     from torch import nn
 
     from megatron.core.datasets.builder import Built, Sizes
+    from megatron.core.datasets.cache import BuildPolicy
     from megatron.core.mesh import Mesh
     from megatron.core.models.gpt import GPTModel
     from megatron.core.rng import DropoutKey
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.core.tokenizers.vocabulary import Vocabulary
+    from megatron.core.utils import Say
     from megatron.training.batches import Batch
     from megatron.training.config import RunConfig
     from megatron.training.objective import TokenLosses
@@ -45,7 +47,9 @@ def build_model(config: RunConfig, mesh: Mesh, vocabulary: Vocabulary) -> GPTMod
     )
 
 
-def build_datasets(config: RunConfig, sizes: Sizes, tokenizer: Tokenizer) -> Built:
+def build_datasets(
+    config: RunConfig, sizes: Sizes, tokenizer: Tokenizer, policy: BuildPolicy, say: Say
+) -> Built:
     """Return the training, validation and test sets."""
     from megatron.core.datasets import builder
 
@@ -54,9 +58,8 @@ def build_datasets(config: RunConfig, sizes: Sizes, tokenizer: Tokenizer) -> Bui
             f"--dataloader-type external: {PROGRAM}.py brings no loaders of its own; copy it and "
             "let build_datasets return them, as megatron/training/external.py says"
         )
-    return builder.build_datasets(
-        config.data, sizes, builder.TokenInfo.of(tokenizer), config.training.seed
-    )
+    info, seed = builder.TokenInfo.of(tokenizer), config.training.seed
+    return builder.build_datasets(config.data, sizes, info, seed, policy, say=say)
 
 
 def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
@@ -78,22 +81,18 @@ def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     place = launch.discover(os.environ)
-    run = arguments.parse(argv, PROGRAM, world_size=place.world_size, stored_config=_stored_config)
+    run = arguments.parse(argv, PROGRAM, world_size=place.world_size)
     if run.invocation.dry_run:
         print(plan_report.report(run, PROGRAM))
         return 0
+    if run.invocation.local_rank is not None:
+        place = launch.discover(os.environ, run.invocation.local_rank)
     from megatron.training.pretrain import Program, pretrain
 
     program = Program(
         build_model=build_model, build_datasets=build_datasets, forward_step=forward_step
     )
     return pretrain(run, place, program)
-
-
-def _stored_config(folder: str, step: int | None):  # type: ignore[no-untyped-def]
-    from megatron.training.checkpoint_source import stored_config
-
-    return stored_config(folder, step)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.config import Config  # noqa: E402
+from megatron.core.config import Config, specs  # noqa: E402
 from megatron.training import flag_status, help_text  # noqa: E402
 from megatron.training.arguments import Invocation  # noqa: E402
 from megatron.training.config import RunConfig  # noqa: E402
@@ -47,7 +47,7 @@ def document() -> str:
 
 
 def _works(cls: type[Config]) -> Iterator[str]:
-    for owner, declared in help_text.by_owner(cls):
+    for owner, declared in help_text.by_owner(specs(cls)):
         yield f"\n## {help_text.title(owner)}\n"
         yield "| flag | default | meaning |"
         yield "|---|---|---|"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError, atomic_path
 from megatron.training.arguments import parse_tool, run_main
 
@@ -86,12 +86,7 @@ class GenerateConfig(Config):
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("--prompt and --prompt-file exclude each other; give one")
-        for flag, value in (
-            ("--num-tokens-to-generate", self.num_tokens_to_generate),
-            ("--num-samples", self.num_samples),
-        ):
-            if value < 1:
-                raise UserError(f"{flag} ({value}) must be at least 1")
+        check_at_least(self, 1, "num_tokens_to_generate", "num_samples")
 
 
 def prompts_of(config: GenerateConfig) -> list[str] | None:
@@ -168,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         UserError: something that the user can fix.
     """
-    config, _ = parse_tool(argv, GenerateConfig, PROGRAM)
+    config = parse_tool(argv, GenerateConfig, PROGRAM).config
     prompts = prompts_of(config)
     import torch
 

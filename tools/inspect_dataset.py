@@ -90,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if {"--iteration", "--sample"} & {word.partition("=")[0] for word in words}:
         return _inspect_run(words)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--input")
-    config, _ = parse_tool(words, ToolConfig, PROGRAM)
+    config = parse_tool(words, ToolConfig, PROGRAM, leading="input").config
     inspect = config.inspect
     if not inspect.input:
         raise UserError("name what to look at: a PREFIX or a folder, or --iteration of a run")
@@ -169,7 +167,7 @@ def _print_documents(prefix: str, config: InspectConfig, tokenizer: Any) -> None
 
 def _inspect_run(words: list[str]) -> int:
     """Print what a run read, by iteration or by numbers of samples."""
-    config, _ = parse_tool(words, RunToolConfig, PROGRAM, base=_run_values(words))
+    config = parse_tool(words, RunToolConfig, PROGRAM, base=_run_values(words)).config
     inspect, run = config.inspect, config.run
     if inspect.input:
         raise UserError(f"{' '.join(inspect.input)}: a run names its own files; give no PREFIX")

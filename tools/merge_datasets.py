@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         UserError: something that the user can fix.
     """
-    config, _ = parse_tool(argv, MergeConfig, PROGRAM)
+    config = parse_tool(argv, MergeConfig, PROGRAM).config
     prefixes = find_prefixes(config.input)
     merge(prefixes, config.output_prefix, mix_tokenizers=config.mix_tokenizers)
     return 0

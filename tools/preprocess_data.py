@@ -30,11 +30,18 @@ from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import human_bytes
 from megatron.training.arguments import parse_tool, run_main
+from megatron.training.flag_status import Row
 
 PROGRAM = "preprocess_data"
 
-# Spellings of older versions, beside the aliases of the configs.
-OLD_SPELLINGS = {"--vocab": "--vocab-file", "--tokenizer-name-or-path": "--tokenizer-model"}
+# What scripts written for Megatron-LM and its relatives give besides the flags of the configs.
+OTHERS = (
+    Row("--vocab", "1", "successor", instead="--vocab-file {}"),
+    Row("--tokenizer-name-or-path", "1", "successor", instead="--tokenizer-model {}"),
+    Row("--keep-sequential-samples", "0", "no effect", why="documents stay in the input's order"),
+    Row("--chunk-size", "1", "no effect", why="blocks of records are cut by their bytes"),
+    Row("--dataset-impl", "1", "refused", default="mmap", why="token files have one format, mmap"),
+)
 
 
 class ToolConfig(Config):
@@ -54,14 +61,16 @@ def main(argv: Sequence[str] | None = None, check: Callable[[], None] = lambda: 
     Raises:
         UserError: something that the user can fix.
     """
-    words = _renamed(sys.argv[1:] if argv is None else argv)
-    config, _ = parse_tool(words, ToolConfig, PROGRAM)
+    run = parse_tool(argv, ToolConfig, PROGRAM, dry_run=True, others=OTHERS)
+    config = run.config
+    for line in run.lines():
+        say(line)
     job = _job(config, check)
     say(
         f"{len(job.sources)} files, {human_bytes(sum(s.size for s in job.sources))}; "
         f"{job.tokenizer.kind} with {job.tokenizer.vocab_size} ids; {job.workers} workers"
     )
-    if "--dry-run" in words:
+    if run.invocation.dry_run:
         return 0
     preprocess = config.preprocess
     if preprocess.find_optimal_num_workers:
@@ -106,18 +115,6 @@ def _find_optimal(job: Job) -> int:
     best = max(results, key=lambda result: result.rate)
     say(f"fastest: --workers {best.workers}")
     return 0
-
-
-def _renamed(argv: Sequence[str]) -> list[str]:
-    words = []
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            flag = "--" + flag[2:].replace("_", "-")
-            words.append(OLD_SPELLINGS.get(flag, flag) + equals + value)
-        else:
-            words.append(word)
-    return words
 
 
 def say(text: str) -> None:

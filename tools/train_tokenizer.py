@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         UserError: something that the user can fix.
     """
-    words = sys.argv[1:] if argv is None else argv
-    config, _ = parse_tool(words, TrainConfig, PROGRAM)
+    run = parse_tool(argv, TrainConfig, PROGRAM, dry_run=True)
+    config = run.config
     sources = find_sources(config.input, config.input_format)
-    if "--dry-run" in words:
+    if run.invocation.dry_run:
         return 0
     library = import_library("tokenizers", "HuggingFaceTokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path
-from megatron.training import checkpoint_args, flag_status, help_text, rules
+from megatron.training import checkpoint_args, flag_status, help_text, rules, verdicts
 from megatron.training.command_line import (
     Given,
     Vocabulary,
@@ -26,6 +26,7 @@ from megatron.training.command_line import (
 )
 from megatron.training.config import RunConfig
 from megatron.training.flag_status import Row
+from megatron.training.verdicts import Applied
 
 C = TypeVar("C", bound=Config)
 StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
@@ -51,13 +52,13 @@ class Invocation(Config):
     dry_run_memory: float = option(80.0, metavar="GIB")
     """Memory of one device, for the plan's largest micro-batch."""
 
-    local_rank: int = option(0)
-    """Accepted from launchers that pass it; their environment variables win."""
+    local_rank: int | None = option(None)
+    """Number of this process on its machine, from launchers that pass it; LOCAL_RANK wins."""
 
 
 @dataclass(frozen=True)
 class ParsedRun(Generic[C]):
-    """A resolved run and where each of its values comes from."""
+    """A resolved run, of training or of a tool, and where each of its values comes from."""
 
     config: C
     invocation: Invocation
@@ -66,12 +67,14 @@ class ParsedRun(Generic[C]):
     """Flags that were accepted and change nothing here, as given."""
     renamed: tuple[str, ...]
     """``old -> new`` of old spellings."""
+    left_out: tuple[str, ...]
+    """Flags that a run refuses and this plan, a dry run's, leaves out."""
     reports: tuple[str, ...]
     """What came from the checkpoint, what differs from it, and warnings."""
 
     def lines(self) -> list[str]:
         """Return what a run says of its flags when it starts."""
-        lines = []
+        lines = [f"not built yet, left out of this plan: {text}" for text in self.left_out]
         if self.renamed:
             lines.append(f"flags renamed: {', '.join(self.renamed)}")
         if self.no_effect:
@@ -85,6 +88,7 @@ def parse(
     *,
     world_size: int | None = None,
     stored_config: StoredConfig | None = None,
+    planner: str | None = None,
 ) -> ParsedRun[RunConfig]:
     """Return the run that a command line asks for.
 
@@ -94,15 +98,24 @@ def parse(
         argv: words after the program's name; the process's own when absent.
         program: name of the entry point, which may have defaults of its own.
         world_size: number of processes that the launcher started; when absent, the dry run's.
-        stored_config: given a checkpoint folder and an iteration (or None for the newest), return
-            the flat config stored there, None if nothing is; needed for --use-checkpoint-args.
+        stored_config: given a checkpoint folder and an iteration (or None for the newest), returns
+            the flat config stored there, None if nothing is, for --use-checkpoint-args; by default
+            it is read from the checkpoint.
+        planner: name of a tool that prepares the run, elsewhere and on other processes: what a dry
+            run accepts it accepts, and --dry-run-world-size is the number of processes.
 
     Raises:
         UserError: anything that a user can fix.
     """
-    parsed, values, origins = _read(argv, RunConfig, program)
+    calls, table = tuple(configs.specs(Invocation)), flag_status.load()
+    if planner is not None:
+        calls, table = ("config", "dump_config"), {**table, **_no_dry_run(planner)}
+    parsed, values, origins = _read(
+        argv, RunConfig, planner or program, calls, table, plans=planner is not None
+    )
     invocation = parsed.invocation
-    if world_size is not None and not invocation.dry_run:
+    plans = invocation.dry_run or planner is not None
+    if world_size is not None and not plans:
         if origins.get("world_size") == "flag":
             raise UserError(
                 f"--dry-run-world-size ({values['world_size']}) plans a run; add --dry-run"
@@ -111,22 +124,22 @@ def parse(
         origins["world_size"] = "derived"
     reports: list[str] = []
     if values.get("use_checkpoint_args"):
-        stored = _stored(values, stored_config)
+        stored = _stored(values, stored_config or _read_stored)
         if stored is None:
             reports.append(
                 "warning: --use-checkpoint-args: there is no checkpoint to take them from"
             )
         else:
             reports += checkpoint_args.merge(values, origins, stored)
-    no_effect = [*parsed.no_effect, *_idle_groups(values, origins)]
+    no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
     for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
         if values.get(name) is None:
             values[name] = value
             origins.setdefault(name, "default")
     config, flat, derived = _resolve(RunConfig, values)
     full = _origins(flat, origins, derived)
-    rules.check(config, full)
-    if not invocation.dry_run:
+    rules.check(config, full, parsed.applied.left_out)
+    if not plans:
         rules.check_built(config)
     config, mapped = rules.map_to_cpu(config, full)
     notes, warnings = rules.without_effect(config, full), rules.warnings(config, full)
@@ -135,7 +148,8 @@ def parse(
         invocation,
         full,
         (*no_effect, *notes),
-        parsed.renamed,
+        parsed.applied.renamed,
+        parsed.applied.left_out,
         (*reports, *mapped, *warnings),
     )
     if invocation.dump_config:
@@ -148,19 +162,47 @@ def parse_tool(
     config_class: type[C],
     program: str,
     *,
+    dry_run: bool = False,
+    leading: str | None = None,
+    others: Sequence[Row] = (),
     base: Mapping[str, Any] | None = None,
-) -> tuple[C, dict[str, Origin]]:
-    """Return the config of a tool with flags of its own, and the origin of each value.
+) -> ParsedRun[C]:
+    """Return what a command line asks of a tool with flags of its own.
 
-    The table of Megatron's other flags does not apply: a tool knows its own flags only. What is not
-    given comes from ``base``, values by name.
+    The table of Megatron's other flags does not apply: a tool knows its own flags only.
+
+    Args:
+        argv: words after the program's name; the process's own when absent.
+        config_class: the tool's flags.
+        program: its name.
+        dry_run: it heeds ``invocation.dry_run``; else --dry-run is refused.
+        leading: field that takes the words before the first flag.
+        others: flags that it understands and does not declare.
+        base: values by name, such as those of an earlier run, for what is not given.
+
+    Raises:
+        UserError: anything that a user can fix.
     """
-    parsed, values, origins = _read(argv, config_class, program, table={})
+    words = list(sys.argv[1:] if argv is None else argv)
+    if leading is not None and words and not words[0].startswith("-"):
+        words.insert(0, configs.flag_of(config_class, leading))
+    calls = ("config", "dump_config", *(("dry_run",) if dry_run else ()))
+    table = {row.flag: row for row in others} | ({} if dry_run else _no_dry_run(program))
+    parsed, values, origins = _read(words, config_class, program, calls, table)
     config, flat, derived = _resolve(config_class, {**(base or {}), **values})
     full = _origins(flat, origins, derived)
+    applied = parsed.applied
+    run = ParsedRun(
+        config, parsed.invocation, full, applied.no_effect, applied.renamed, applied.left_out, ()
+    )
     if parsed.invocation.dump_config:
-        _write(parsed.invocation.dump_config, program, flat, full)
-    return config, full
+        dump(run, parsed.invocation.dump_config, program)
+    return run
+
+
+def _no_dry_run(program: str) -> dict[str, Row]:
+    why = f"{program} has no dry run, and would really run"
+    return {"--dry-run": Row("--dry-run", "0", "refused", why=why)}
 
 
 def run_main(main: Callable[[], int | None], program: str) -> None:
@@ -187,81 +229,53 @@ def dump(run: ParsedRun[Any], path: str, program: str) -> None:
 @dataclass
 class _Parsed:
     invocation: Invocation
-    no_effect: tuple[str, ...]
-    renamed: tuple[str, ...]
+    applied: Applied
 
 
 def _read(
     argv: Sequence[str] | None,
     config_class: type[Config],
     program: str,
-    table: Mapping[str, Row] | None = None,
+    calls: Sequence[str],
+    table: Mapping[str, Row],
+    plans: bool = False,
 ) -> tuple[_Parsed, dict[str, Any], dict[str, Origin]]:
-    """Return what was given, by name, without resolving it."""
+    """Return what was given, by name, without resolving it.
+
+    Args:
+        argv: words after the program's name; the process's own when absent.
+        config_class: the program's flags.
+        program: its name.
+        calls: fields of `Invocation` that it has flags for.
+        table: flags that it understands and does not declare.
+        plans: nothing is trained, so that what a dry run accepts is accepted.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
-    declared = {**configs.specs(config_class), **configs.specs(Invocation)}
+    invoked = configs.specs(Invocation)
+    declared = {name: invoked[name] for name in calls} | configs.specs(config_class)
     if {"--help", "-h"} & set(words):
-        print(help_text.render(config_class, Invocation, program))
+        print(help_text.render(declared, program))
         sys.exit(0)
-    vocabulary = Vocabulary(declared, flag_status.load() if table is None else table)
+    vocabulary = Vocabulary(declared, table)
     given = read_command_line(words, vocabulary)
     files = [g for g in given if isinstance(g.target, Spec) and g.target.name == "config"]
     if files:
         given = read_file(files[-1].values[0], vocabulary) + given
-    dry_run = any(isinstance(g.target, Spec) and g.target.name == "dry_run" for g in given)
-    given, no_effect, renamed = _apply_table(given, vocabulary, dry_run)
+    for item in given:  # the last one counts, as everywhere
+        if isinstance(item.target, Spec) and item.target.name == "dry_run":
+            plans = _value(item, item.target)
+    applied = verdicts.apply(given, vocabulary, plans)
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
-    for item in given:
+    for item in applied.given:
         assert isinstance(item.target, Spec)
         values[item.target.name] = _value(item, item.target)
         origins[item.target.name] = item.place
-    calls = configs.specs(Invocation)
-    invocation, _, _ = _resolve(
-        Invocation, {name: values.pop(name) for name in list(values) if name in calls}
-    )
-    for name in calls:
-        origins.pop(name, None)
-    return _Parsed(invocation, no_effect, renamed), values, origins
-
-
-def _apply_table(
-    given: Sequence[Given], vocabulary: Vocabulary, dry_run: bool
-) -> tuple[list[Given], tuple[str, ...], tuple[str, ...]]:
-    """Replace old spellings, set aside flags without effect, refuse what is refused."""
-    found: list[Given] = []
-    fallbacks: list[Given] = []
-    no_effect: list[str] = []
-    renamed: list[str] = []
-    refused: list[str] = []
-    for item in given:
-        row = item.target
-        if isinstance(row, Spec):
-            found.append(item)
-            continue
-        words = list(map(str, item.values))
-        if row.status == "refused" and not row.asks_nothing(words):
-            if dry_run and row.dry_run:
-                no_effect.append(f"{item.text} (not built yet; left out of this plan)")
-            else:
-                refused.append(row.refusal(words))
-            continue
-        if row.status != "successor":
-            no_effect.append(item.text)
-            continue
-        tokens = row.expand(words)
-        successors = [
-            Given(new.flag, new.values, item.place, new.target)
-            for new in read_command_line(tokens, vocabulary)
-        ]
-        more, silent, _ = _apply_table(successors, vocabulary, dry_run)
-        (fallbacks if row.is_fallback else found).extend(more)
-        no_effect += silent
-        renamed.append(f"{item.text} -> {' '.join(tokens)}")
-    if refused:
-        raise UserError("\n".join(dict.fromkeys(refused)))
-    unique = tuple(dict.fromkeys(no_effect)), tuple(dict.fromkeys(renamed))
-    return [*fallbacks, *found], *unique
+    call = {name: values.pop(name) for name in calls if name in values}
+    for name in call:
+        del origins[name]
+    invocation, _, _ = _resolve(Invocation, call)
+    return _Parsed(invocation, applied), values, origins
 
 
 def _value(item: Given, spec: Spec) -> Any:
@@ -319,14 +333,22 @@ def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[
     return [f"--num-query-groups {groups} (no --group-query-attention)"]
 
 
-def _stored(values: Mapping[str, Any], reader: StoredConfig | None) -> Mapping[str, Any] | None:
+def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any] | None:
     """Return the config stored where the run will load from, None if it starts from scratch."""
     load, pretrained = values.get("load"), values.get("pretrained_checkpoint")
     if not (load or pretrained):
         raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
-    assert reader is not None, "this entry point gives no reader of stored configs"
-    stored = reader(load, values.get("ckpt_step")) if load else None
-    return reader(pretrained, None) if stored is None and pretrained else stored
+    step = values.get("ckpt_step")
+    stored = reader(load, step) if load else None
+    if stored is None and pretrained:
+        return reader(pretrained, None if load else step)
+    return stored
+
+
+def _read_stored(folder: str, step: int | None) -> Mapping[str, Any] | None:
+    from megatron.training.checkpoint_source import stored_config  # torch, only where it is needed
+
+    return stored_config(folder, step)
 
 
 def _write(path: str, program: str, flat: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:

@@ -45,7 +45,7 @@ class Vocabulary:
         self.flag_of_field = {name: spec.flag for name, spec in specs.items()}
         self.working = [
             *declared,
-            *(flag for flag, row in table.items() if row.status == "successor"),
+            *(f for f, row in table.items() if row.status == "successor" and " " not in f),
         ]
 
     def unknown(self, flags: Sequence[str]) -> UserError:

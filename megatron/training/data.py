@@ -1,10 +1,10 @@
 """Which samples a run needs, and where in the data it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.datasets.blended import BlendedDataset, Dataset
-from megatron.core.datasets.builder import Sizes
+from megatron.core.datasets.builder import Built, Sizes
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.plan import positions
@@ -63,6 +63,13 @@ def sizes(config: RunConfig, say: Say) -> Sizes:
     if test != 0 and sources["test"] is None:
         test = 0
     return train, valid, test
+
+
+def index_lines(data: RunData) -> Iterator[str]:
+    """Yield how many index files were there and how many had to be built."""
+    if isinstance(data, Built) and data.files:
+        states = list(data.files.values())
+        yield f"index: {states.count('hit')} files found, {states.count('built')} built"
 
 
 def unneeded(config: DataConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ it is. A loader is a function from a `Start` to an iterable of microbatches:
         for number in itertools.count(first, start.micro_batch_size * start.replicas):
             yield {"tokens": ..., "labels": ..., "loss_mask": ...}
 
-    def build_datasets(config, sizes, tokenizer):
+    def build_datasets(config, sizes, tokenizer, policy, say):
         return Loaders(train=train)
 
 - It is called once, when the checkpoint has been loaded, by every process; those of one replica

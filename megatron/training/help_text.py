@@ -1,16 +1,16 @@
 """The text of ``--help``: every flag under its config, with its default and meaning."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from megatron.core.config import Config, Spec, specs
+from megatron.core.config import Config, Spec
 
 WIDTH = 100
 INDENT = 6
 
 
-def render(config_class: type[Config], invocation: type[Config], program: str) -> str:
-    """Return the whole help."""
+def render(declared: Mapping[str, Spec], program: str) -> str:
+    """Return the whole help of a program with these flags."""
     lines = [
         f"usage: {program}.py [--FLAG [VALUE ...]] ...",
         "",
@@ -18,11 +18,10 @@ def render(config_class: type[Config], invocation: type[Config], program: str) -
         "value; a switch has a negative form. docs/flags.md lists the flags of Megatron-LM that",
         "are renamed, without effect or not supported.",
     ]
-    for cls in (invocation, config_class):
-        for owner, declared in by_owner(cls):
-            lines += ["", title(owner)]
-            for spec in declared:
-                lines += entry(spec)
+    for owner, fields in by_owner(declared):
+        lines += ["", title(owner)]
+        for spec in fields:
+            lines += entry(spec)
     return "\n".join(lines)
 
 
@@ -75,9 +74,9 @@ def title(owner: type[Config]) -> str:
     return f"{owner.__name__}: {summary[:1].lower()}{summary[1:]}"
 
 
-def by_owner(cls: type[Config]) -> Iterator[tuple[type[Config], list[Spec]]]:
-    """Yield each config of a tree with the fields it declares itself."""
+def by_owner(declared: Mapping[str, Spec]) -> Iterator[tuple[type[Config], list[Spec]]]:
+    """Yield each config with the fields it declares itself."""
     grouped: dict[type[Config], list[Spec]] = {}
-    for spec in specs(cls).values():
+    for spec in declared.values():
         grouped.setdefault(spec.owner, []).append(spec)
     yield from grouped.items()

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.core import rng
 from megatron.core.datasets.builder import Sizes
+from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
@@ -46,7 +47,7 @@ from megatron.training.checkpoint_save import save_checkpoint, warn_of_space
 from megatron.training.config import RunConfig
 from megatron.training.data import RunData
 from megatron.training.devices import peak_flops
-from megatron.training.evaluation import Evaluator, HeldOut, open_set
+from megatron.training.evaluation import EvaluationSet, Evaluator, HeldOut, open_set
 from megatron.training.external import ExternalBatches, Loader
 from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
@@ -70,8 +71,9 @@ class Program:
 
     build_model: Callable[[RunConfig, Mesh, Vocabulary], nn.Module]
     """Returns this rank's model with named records; initial values are drawn later."""
-    build_datasets: Callable[[RunConfig, Sizes, Tokenizer], RunData]
-    """Returns the data sets, or loaders of the program's own (see `external`)."""
+    build_datasets: Callable[[RunConfig, Sizes, Tokenizer, BuildPolicy, Say], RunData]
+    """Returns the data sets, or loaders of the program's own (see `external`); the policy says
+    whether this process builds index files or waits for them."""
     forward_step: ForwardStep
 
 
@@ -95,7 +97,9 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
         ):
             say(line)
         clock.lap("set-up")
-        job = Job(config, mesh, program, say, clock, started)
+        # One process of each machine builds, since a cache folder may be a machine's own.
+        policy = BuildPolicy(build=launch.local_rank == 0, timeout=config.data.index_build_timeout)
+        job = Job(config, mesh, program, policy, say, clock, started)
         if not config.training.exit_signal_handler:
             return job.run()
         with ExitSignal(config.training.exit_signal) as job.signal:
@@ -124,11 +128,13 @@ class Job:
         config: RunConfig,
         mesh: Mesh,
         program: Program,
+        policy: BuildPolicy,
         say: Say,
         clock: startup.StartupClock,
         started: float,
     ) -> None:
-        self.config, self.mesh, self.program = config, mesh, program
+        self.config, self.mesh = config, mesh
+        self.program, self.policy = program, policy
         self.say, self.clock, self.started = say, clock, started
         self.signal: ExitSignal | None = None
         self.attempt = 0
@@ -146,8 +152,10 @@ class Job:
             config.model, config.data.seq_length, vocabulary.padded_rows
         )
         wanted = run_data.sizes(config, self.say)
-        data = self.program.build_datasets(config, wanted, tokenizer)
+        data = self.program.build_datasets(config, wanted, tokenizer, self.policy, self.say)
         external.check(config.data.dataloader_type == "external", data)
+        for line in run_data.index_lines(data):
+            self.say(line)
         self.clock.lap("data")
         model = self._build_model(vocabulary)
         optimizer, schedule = self._optimizer(model)
@@ -304,7 +312,9 @@ class Job:
     ) -> HeldOut:
         config = self.config
 
-        def opened(dataset, name, key, eval_iters):  # type: ignore[no-untyped-def]
+        def opened(
+            dataset: Samples | Loader, name: str, key: str, eval_iters: int
+        ) -> EvaluationSet:
             return open_set(
                 dataset,
                 self.mesh,
@@ -379,8 +389,10 @@ class Job:
         config, micro = self.config, self.config.training.micro_batch_size
         if callable(train):
             return external.open_loader(train, self.mesh, micro, state.consumed_samples)
+        kind = config.data.dataloader_type
+        assert kind != "external", "loaders were told from data sets before"
         order = sample_order(
-            config.data.dataloader_type,
+            kind,
             len(train),
             config.total_samples,
             micro_batch_size=micro,

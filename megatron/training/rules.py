@@ -5,7 +5,7 @@ values and what to change. A rule looks only at the features it is about. `check
 hold for every run and for a dry run; `check_built` those of a run that is to start.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.core.config import Origin, flag_of
@@ -16,15 +16,25 @@ from megatron.training.config import RunConfig
 Origins = Mapping[str, Origin]
 Rule = Callable[[RunConfig, Origins], None]
 
+EXPERTS = ("--num-experts", "--moe-num-experts")
+"""Flags that ask for experts, which a dry run leaves out."""
 
-def check(config: RunConfig, origins: Origins) -> None:
+
+def check(config: RunConfig, origins: Origins, left_out: Sequence[str] = ()) -> None:
     """Apply every rule that needs no device and no data.
+
+    Args:
+        config: the run.
+        origins: where each value comes from.
+        left_out: flags that a dry run leaves out of its plan.
 
     Raises:
         UserError: the first rule that the run breaks.
     """
+    has_experts = any(text.split()[0] in EXPERTS for text in left_out)
     for rule in RULES:
-        rule(config, origins)
+        if not (has_experts and rule is experts_need_an_expert_model):
+            rule(config, origins)
 
 
 def world_holds_the_layout(config: RunConfig, origins: Origins) -> None:
@@ -251,7 +261,9 @@ def checkpoints_have_a_folder(config: RunConfig, origins: Origins) -> None:
     if checkpoint.ckpt_step is not None and not (
         checkpoint.load or checkpoint.pretrained_checkpoint
     ):
-        raise UserError(f"--ckpt-step ({checkpoint.ckpt_step}) needs --load")
+        raise UserError(
+            f"--ckpt-step ({checkpoint.ckpt_step}) needs --load or --pretrained-checkpoint"
+        )
     if checkpoint.exit_on_missing_checkpoint and not checkpoint.load:
         raise UserError("--exit-on-missing-checkpoint needs --load")
 

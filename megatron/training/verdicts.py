@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron.core.config import Spec
 from megatron.core.utils import UserError
-from megatron.training.command_line import Given, Vocabulary, read_command_line
+from megatron.training.command_line import Given, Vocabulary, normalise, read_command_line
 from megatron.training.flag_status import Row
 
 Kind = Literal["same", "renamed", "no effect", "refused"]
@@ -54,7 +54,7 @@ def judge(given: Given, vocabulary: Vocabulary) -> Verdict:
     row = given.target
     values = [str(value) for value in given.values]
     if isinstance(row, Spec):
-        former = vocabulary.targets.get(" ".join([row.flag, *values]))
+        former = vocabulary.targets.get(normalise(" ".join([row.flag, *values])))
         if not values or not isinstance(former, Row):
             return Verdict(given, "same", None)
         row = former

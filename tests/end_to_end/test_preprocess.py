@@ -468,9 +468,14 @@ LAUNCHES = [
 def test_flags_of_real_launches_are_understood(launch: str) -> None:
     from megatron.training.arguments import parse_tool
 
-    words = preprocess_data._renamed(["--input", "c.json", "--output_prefix", "o", *launch.split()])
-    config, _ = parse_tool(words, preprocess_data.ToolConfig, "preprocess_data")
-    assert config.preprocess.output_prefix == "o"
+    words = ["--input", "c.json", "--output_prefix", "o", *launch.split()]
+    parsed = parse_tool(
+        words, preprocess_data.ToolConfig, "preprocess_data", others=preprocess_data.OTHERS
+    )
+    assert parsed.config.preprocess.output_prefix == "o"
+    accepted = " ".join([*parsed.no_effect, *parsed.renamed])
+    for flag in ("--chunk-size", "--keep-sequential-samples", "--dataset-impl mmap", "--vocab v"):
+        assert (flag in accepted) == (flag in launch.replace("_", "-"))
 
 
 def start(*words: object, **kwargs) -> subprocess.CompletedProcess:

@@ -66,7 +66,7 @@ def test_abbreviations_are_unknown() -> None:
         ("--bf16 yes", "takes no value"),
         ("--rampup-batch-size 1 2", "takes 3 values"),
         ("--train-iters ten", "takes int"),
-        ("--optimizer adamw", "adam, sgd"),
+        ("--optimizer nadam", "adam, sgd"),
         ("--exit-signal SIGNONE", "--exit-signal"),
         ("--exit-duration-in-mins soon", "auto"),
     ],
@@ -260,7 +260,45 @@ class ToolConfig(Config):
 
 
 def test_a_tool_knows_its_own_flags_only() -> None:
-    config, origins = parse_tool(["--prompt", "hello"], ToolConfig, "tool")
-    assert config.prompt == "hello" and origins["prompt"] == "flag"
-    with pytest.raises(UserError, match="unknown flag"):
-        parse_tool(["--data-impl", "mmap"], ToolConfig, "tool")
+    parsed = parse_tool(["--prompt", "hello"], ToolConfig, "tool")
+    assert parsed.config.prompt == "hello" and parsed.origins["prompt"] == "flag"
+    for other in ("--data-impl", "--local-rank", "--dry-run-memory"):
+        with pytest.raises(UserError, match="unknown flag"):
+            parse_tool([other, "1"], ToolConfig, "tool")
+
+
+def test_a_tool_without_a_dry_run_refuses_one() -> None:
+    """Else it would really run, which nobody asked for."""
+    with pytest.raises(UserError, match="--dry-run.*tool has no dry run"):
+        parse_tool(["--dry-run"], ToolConfig, "tool")
+    assert parse_tool(["--dry_run"], ToolConfig, "tool", dry_run=True).invocation.dry_run
+    assert not parse_tool([], ToolConfig, "tool", dry_run=True).invocation.dry_run
+
+
+def test_a_dry_run_in_a_file_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"dry_run": true}')
+    parsed = parse_tool(["--config", str(path)], ToolConfig, "tool", dry_run=True)
+    assert parsed.invocation.dry_run
+    with pytest.raises(UserError, match="no dry run"):
+        parse_tool(["--config", str(path)], ToolConfig, "tool")
+
+
+def test_a_dry_run_that_is_turned_off_excuses_nothing() -> None:
+    assert "--fp16" in refused("--dry-run --no-dry-run --fp16")
+
+
+def test_a_tools_help_has_its_own_flags_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for dry_run in (False, True):
+        with pytest.raises(SystemExit):
+            parse_tool(["--help"], ToolConfig, "tool", dry_run=dry_run)
+        text = capsys.readouterr().out
+        assert "--prompt" in text and "--config" in text and "--local-rank" not in text
+        assert ("--dry-run" in text) == dry_run
+
+
+def test_words_before_the_first_flag_can_belong_to_a_field() -> None:
+    parsed = parse_tool(["hello"], ToolConfig, "tool", leading="prompt")
+    assert parsed.config.prompt == "hello"
+    with pytest.raises(UserError, match="before any flag"):
+        parse_tool(["hello"], ToolConfig, "tool")

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
 
 
@@ -70,9 +70,6 @@ class PreprocessConfig(Config):
     log_interval: int = option(1000)
     """Records between lines of progress, when the output is no terminal."""
 
-    keep_sequential_samples: bool = option(True)
-    """Accepted for Megatron's scripts: documents always stay in the order of the input."""
-
     find_optimal_num_workers: bool = option(False)
     """Write nothing: measure the speed with each of --workers-to-check."""
 
@@ -82,17 +79,10 @@ class PreprocessConfig(Config):
     max_documents: int = option(100_000)
     """Records that --find-optimal-num-workers encodes with each."""
 
-    dataset_impl: Literal["mmap"] = option("mmap")
-    """Accepted for old scripts: there is one format."""
-
-    chunk_size: int | None = option(None)
-    """Accepted for old scripts, without effect."""
-
     def __post_init__(self) -> None:
-        for name in ("workers", "partitions", "max_documents", "max_record_bytes", "log_interval"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+        check_at_least(
+            self, 1, "workers", "partitions", "max_documents", "max_record_bytes", "log_interval"
+        )
         if any(count < 1 for count in self.workers_to_check):
             raise UserError(f"--workers-to-check {self.workers_to_check}: each must be at least 1")
         repeated = sorted({key for key in self.json_keys if self.json_keys.count(key) > 1})
