@@ -1,0 +1,55 @@
+"""The drawing of schedules holds every action once, and tells what the closed forms tell."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+PATH = Path(__file__).parent.parent.parent / "tools" / "show_schedule.py"
+SPEC = importlib.util.spec_from_file_location("show_schedule", PATH)
+assert SPEC is not None and SPEC.loader is not None
+tool = importlib.util.module_from_spec(SPEC)
+sys.modules["show_schedule"] = tool
+SPEC.loader.exec_module(tool)
+
+
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "drawn" / "all.svg"
+    assert tool.main(["--stages", "3", "--microbatches", "6", "--output", str(path)]) == 0
+    root = ElementTree.parse(path).getroot()
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    # Per rank and microbatch: 2 actions, 2, 4 in two chunks, 3, 6.
+    assert len(titles) == 3 * 6 * (2 + 2 + 4 + 3 + 6)
+    assert titles.count("backward_weight(microbatch 5, chunk 1)") == 3
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # (p-1)/m, (p-1)/(vm), and for zb-h1 a third of the first: 2/6, 1/6, 1/9; time is 18 + that.
+    assert ["gpipe", "33.3%", "24", "6"] in lines and ["1f1b", "33.3%", "24", "3"] in lines
+    assert ["interleaved", "16.7%", "21", "4"] in lines and ["zb-h1", "11.1%", "20", "3"] in lines
+
+
+def test_page_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One microbatch over two ranks: F F B B, with a message on the way there and back."""
+    path = tmp_path / "page.html"
+    words = "--schedules 1f1b --stages 2 --microbatches 1 --forward 2 --backward 3 --transfer 0.5"
+    assert tool.main([*words.split(), "--output", str(path)]) == 0
+    assert "120.0%       11" in capsys.readouterr().out
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and "bubble 120.0%" in text and "11 = 5 + 6" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--schedules 1f1b,zigzag", "'zigzag' is none of gpipe"),
+        ("--microbatches 0", "at least 1"),
+        ("--backward 1 --backward-weight 2", "--backward-weight (2) at most --backward (1)"),
+        ("--chunks 1", "at least 2"),
+        ("--group-size 3", "--microbatch-group-size-per-virtual-pipeline-stage (3)"),
+    ],
+)
+def test_refused(words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([*words.split(), "--output", str(tmp_path / "x.svg")]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
