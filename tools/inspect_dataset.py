@@ -24,8 +24,8 @@ import numpy as np
 from megatron.core.config import Config, Spec, option, specs
 from megatron.core.datasets.indexed import IndexedDataset, read_index
 from megatron.core.datasets.merge import find_prefixes
-from megatron.core.datasets.preprocess.report import read_json, sidecar_path
 from megatron.core.datasets.repair import repair, verify
+from megatron.core.datasets.sidecar import read_json, sidecar_path
 from megatron.core.datasets.trace import Trace
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer

@@ -259,6 +259,16 @@ def test_a_corpus_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
         build((50, 0, 0), data_path=(prefix,), split="1")
     for part in (prefix, "16 tokens", "takes 17", "--seq-length 16"):
         assert part in str(caught.value)
+    assert "--eval-iters" not in str(caught.value)
+
+
+def test_a_test_split_shorter_than_a_sample_names_the_ways_out(tmp_path: Path, a: str) -> None:
+    tiny = corpus(tmp_path / "tiny", 1, length=16)
+    with pytest.raises(UserError, match="lower --seq-length, add data or .* --eval-iters 0"):
+        build((50, 0, 4), train_data_path=(a,), test_data_path=(tiny,))
+    short = corpus(tmp_path / "short", 10, length=10)
+    with pytest.raises(UserError, match=r"larger share by --split \(90,0,10\) .* --eval-iters 0"):
+        build((50, 0, None), data_path=(short,), split="90,0,10")
 
 
 def test_a_split_shorter_than_a_sample_repeats_with_a_warning(tmp_path: Path) -> None:

@@ -260,10 +260,15 @@ class CorpusBuilder:
         whole = int(tokens.sequence_lengths.sum(dtype=np.int64))
         if whole < need or asked is None:
             have = f"{whole} tokens" if whole < need else f"{count} of {whole} tokens"
+            ways = ["lower --seq-length", "add data"]
+            if source.shared and whole >= need:
+                ways.append(f"give it a larger share by --split ({self.config.split})")
+            if source.split != "train":
+                ways.append("do without it by --eval-iters 0")
             raise UserError(
                 f"{what} is shorter than one sample: it has {have}, a sample takes {need} "
                 f"(--seq-length {self.config.seq_length} and {self.options.extra} for the labels); "
-                "lower --seq-length or add data"
+                f"{', '.join(ways[:-1])} or {ways[-1]}"
             )
         self.say(
             f"WARNING: {what} has {count} tokens, a sample takes {need}: its documents repeat "

@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed import (
     idx_path,
     read_index,
 )
-from megatron.core.datasets.preprocess.report import read_json, sidecar_path, write_json
+from megatron.core.datasets.sidecar import read_json, sidecar_path, write_json
 from megatron.core.utils import Say, UserError
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.datasets.indexed import Index, bin_path, idx_path, read_index, write_index
-from megatron.core.datasets.preprocess.report import read_json, sidecar_path
+from megatron.core.datasets.sidecar import read_json, sidecar_path
 from megatron.core.utils import UserError, atomic_path
 
 BLOCK = 1 << 22

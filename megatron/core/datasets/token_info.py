@@ -1,13 +1,12 @@
 """What data sets need to know of a tokenizer, and whether a corpus was made with it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import SampleOptions
+from megatron.core.datasets.sidecar import read_json, sidecar_path
 from megatron.core.utils import UserError
 
 
@@ -56,27 +55,18 @@ def sample_options(config: DataConfig, info: TokenInfo, extra: int = 1) -> Sampl
     )
 
 
-def report_path(prefix: str) -> Path:
-    """Return the report that preprocessing leaves beside a corpus."""
-    return Path(f"{prefix}.json")
-
-
 def check_tokenizer(prefix: str, fingerprint: str | None, vocab_size: int) -> None:
-    """Refuse a corpus whose report names another tokenizer than the run's.
+    """Refuse a corpus whose note names another tokenizer than the run's.
 
-    A corpus without a report (made by other tools) passes: its tokens are checked as they are read.
+    A corpus without a note (made by other tools) passes: its tokens are checked as they are read.
 
     Raises:
-        UserError: the fingerprints differ.
+        UserError: the fingerprints differ, or the note is damaged.
     """
-    path = report_path(prefix)
+    path = sidecar_path(prefix)
     if fingerprint is None or not path.is_file():
         return
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); repair or remove it") from None
-    tokenizer = report.get("tokenizer") if isinstance(report, dict) else None
+    tokenizer = read_json(path).get("tokenizer")
     if not isinstance(tokenizer, dict) or "fingerprint" not in tokenizer:
         return
     if tokenizer["fingerprint"] != fingerprint:

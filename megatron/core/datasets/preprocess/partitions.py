@@ -22,6 +22,7 @@ from megatron.core.datasets.preprocess import report
 from megatron.core.datasets.preprocess.report import Counts
 from megatron.core.datasets.preprocess.run import Job, check_kept, encode_spans, write_report
 from megatron.core.datasets.preprocess.sources import share
+from megatron.core.datasets.sidecar import read_json, sidecar_path, write_json
 from megatron.core.utils import Say, UserError, human_count
 
 
@@ -47,7 +48,7 @@ def run_share(job: Job, index: int, say: Say) -> None:
 
 def _is_complete(job: Job, index: int) -> bool:
     path = Path(f"{share_prefix(job, index)}_report.json")
-    return path.is_file() and _identity(report.read_json(path)) == _job_identity(job)
+    return path.is_file() and _identity(read_json(path)) == _job_identity(job)
 
 
 def _identity(content: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def merge_shares(job: Job) -> Counts:
         )
     indices = range(job.config.partitions)
     for i in indices:
-        counts.add_json(report.read_json(Path(f"{share_prefix(job, i)}_report.json")))
+        counts.add_json(read_json(Path(f"{share_prefix(job, i)}_report.json")))
     check_kept(counts, job.config.json_keys)
     dtype = best_dtype(job.tokenizer.vocab_size)
     builders = []
@@ -88,7 +89,7 @@ def merge_shares(job: Job) -> Counts:
             builder.seal()
         for key, path, builder in builders:
             sizes = {"key": key, **counts.to_json()["keys"][key]}
-            report.write_json(report.sidecar_path(path), job.sidecar() | sizes)
+            write_json(sidecar_path(path), job.sidecar() | sizes)
             builder.publish()
     finally:
         for _, _, builder in builders:

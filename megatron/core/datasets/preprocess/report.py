@@ -5,18 +5,14 @@
 compare; it is the same for any number of workers.
 """
 
-import json
-import os
 import platform
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.preprocess.encode import FIRST_PROBLEMS, Tokenizer
-from megatron.core.utils import UserError, atomic_path
 
 LIBRARIES = ("numpy", "tokenizers", "sentencepiece", "tiktoken", "pyarrow", "zstandard", "nltk")
 
@@ -89,33 +85,6 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
-
-
-def sidecar_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the file that says how the pair ``prefix`` was made."""
-    return Path(f"{os.fspath(prefix)}.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object that an earlier run wrote.
-
-    Raises:
-        UserError: the file is missing or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a JSON object")
-    return content
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
-    with atomic_path(path) as temporary:
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def versions() -> dict[str, str]:

@@ -28,6 +28,7 @@ from megatron.core.datasets.preprocess.report import Counts
 from megatron.core.datasets.preprocess.sentences import nltk_splitter, simple_splitter
 from megatron.core.datasets.preprocess.sources import Source, Span, find_sources
 from megatron.core.datasets.preprocess.workers import encode_blocks
+from megatron.core.datasets.sidecar import sidecar_path, write_json
 from megatron.core.progress import Progress
 from megatron.core.utils import UserError, human_bytes
 
@@ -185,7 +186,7 @@ def encode_spans(
         for builder in builders.values():
             builder.seal()
         for key, path in job.prefixes(prefix).items():
-            report.write_json(report.sidecar_path(path), job.sidecar() | _sizes(counts, key))
+            write_json(sidecar_path(path), job.sidecar() | _sizes(counts, key))
             builders[key].publish()
     write_report(job, counts, prefix, time.monotonic() - started)
     return counts
@@ -202,7 +203,7 @@ def write_report(job: Job, counts: Counts, prefix: str, seconds: float) -> None:
         "workers": job.workers,
         "seconds": round(seconds, 3),
     }
-    report.write_json(Path(f"{prefix}_report.json"), content)
+    write_json(Path(f"{prefix}_report.json"), content)
 
 
 def check_kept(counts: Counts, keys: Sequence[str]) -> None:
