@@ -5,18 +5,20 @@ file is not up to date.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import Config, specs  # noqa: E402
-from megatron.training import flag_status, help_text  # noqa: E402
-from megatron.training.arguments import Invocation  # noqa: E402
-from megatron.training.config import RunConfig  # noqa: E402
+from megatron.core.config import Config, option, specs
+from megatron.core.utils import atomic_path
+from megatron.training import flag_status, help_text
+from megatron.training.arguments import Invocation, parse_tool, run_main
+from megatron.training.config import RunConfig
 
-TARGET = ROOT / "docs" / "flags.md"
+PROGRAM = "generate_flag_docs"
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
 INTRODUCTION = """# Flags
 
@@ -90,19 +92,27 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> int:
+class DocsConfig(Config):
+    """What to do."""
+
+    check: bool = option(False)
+    """Write nothing; exit with 1 if the file is not up to date."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the file."""
+    config = parse_tool(argv, DocsConfig, PROGRAM).config
     text = document()
-    if "--check" in sys.argv[1:]:
+    if config.check:
         current = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
         if current != text:
             print(f"{TARGET} is not up to date; run python tools/generate_flag_docs.py")
         return int(current != text)
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(text, encoding="utf-8")
-    print(f"wrote {TARGET}")
+    with atomic_path(TARGET) as path:
+        path.write_text(text, encoding="utf-8")
+    print(f"{PROGRAM}: wrote {TARGET}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, PROGRAM)

@@ -37,6 +37,9 @@ def missing(lines: list[str]) -> list[str]:
 
 def main() -> int:
     """Install what is missing; return pip's exit code."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        print("install_requirements: error: give one requirements file", file=sys.stderr)
+        return 2
     wanted = missing(Path(sys.argv[1]).read_text(encoding="utf-8").splitlines())
     if not wanted:
         print(f"{sys.argv[1]}: all there")

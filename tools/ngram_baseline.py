@@ -8,19 +8,24 @@ model mixes its shares with the unigram's by the weight that suits the validatio
 is the strongest bigram of this kind.
 """
 
-import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.split import rows_of, split_matrix
 from megatron.core.utils import UserError
+from megatron.training.arguments import parse_tool, run_main
+
+PROGRAM = "ngram_baseline"
 
 Ids = npt.NDArray[np.int64]
 
@@ -84,33 +89,53 @@ def baselines(prefix: str, split: str, vocab_size: int) -> dict[str, float]:
     }
 
 
-def last_validation_loss(metrics: Path) -> float:
-    """Return the last validation loss of a metrics file."""
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+def last_validation_loss(metrics: str) -> float:
+    """Return the last validation loss of a metrics file.
+
+    Raises:
+        UserError: it has none, or cannot be read.
+    """
+    try:
+        lines = Path(metrics).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise UserError(f"--metrics-file {metrics} cannot be read: {error}") from None
     losses = [row["lm_loss"] for row in rows if row.get("split") == "valid"]
     if not losses:
-        raise UserError(f"{metrics} has no validation rows")
+        raise UserError(f"--metrics-file {metrics} has no validation rows")
     return float(losses[-1])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the table; return 0, or 1 when a given run does not beat both models."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("--data-path", required=True, help="prefix of a .bin/.idx pair")
-    parser.add_argument("--split", required=True, help="the run's --split")
-    parser.add_argument("--vocab-size", type=int, required=True)
-    parser.add_argument("--metrics-file", type=Path, help="a run to compare with")
-    options = parser.parse_args(argv)
-    try:
-        found = baselines(options.data_path, options.split, options.vocab_size)
-        rows = {"unigram": found["unigram"], "bigram": found["bigram"]}
-        if options.metrics_file:
-            rows["this run"] = last_validation_loss(options.metrics_file)
-    except (UserError, OSError) as error:
-        print(f"ngram_baseline.py: {error}", file=sys.stderr)
-        return 2
+class BaselineConfig(Config):
+    """What to measure, and what to compare with."""
+
+    data_path: str = option(metavar="PREFIX")
+    """Prefix of a .bin/.idx pair."""
+
+    split: str = option()
+    """The run's --split."""
+
+    vocab_size: int = option()
+    """Ids of the tokenizer."""
+
+    metrics_file: str | None = option(None, metavar="FILE")
+    """Metrics of a run to compare with; the exit code is 1 when it does not beat both models."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "vocab_size")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; return 0, or 1 when a given run does not beat both models.
+
+    Raises:
+        UserError: something that the user can fix.
+    """
+    config = parse_tool(argv, BaselineConfig, PROGRAM).config
+    found = baselines(config.data_path, config.split, config.vocab_size)
+    rows = {"unigram": found["unigram"], "bigram": found["bigram"]}
+    if config.metrics_file:
+        rows["this run"] = last_validation_loss(config.metrics_file)
     print(f"validation loss over {found['valid_tokens']:,} tokens (nats per token):")
     for name, loss in rows.items():
         print(f"  {name:<10} {loss:.4f}   perplexity {np.exp(loss):10.1f}")
@@ -118,4 +143,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, PROGRAM)

@@ -7,15 +7,23 @@ with Megatron's training lines, ours or Megatron-LM's own. Several runs are draw
 The page needs no network and no script: its charts are inline SVG.
 """
 
-import argparse
 import html
 import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config import Config, option
+from megatron.core.utils import UserError, atomic_path
+from megatron.training.arguments import parse_tool, run_main
+
+PROGRAM = "report"
 
 COLORS = ("#1f6feb", "#d1442f", "#2f9e44", "#9c36b5", "#e8890c", "#0b7285", "#5c5f66", "#c2255c")
 CHARTS = (
@@ -111,15 +119,15 @@ def read_run(path: Path, name: str) -> Run:
     """Read a metrics file, a folder that holds one, or a log.
 
     Raises:
-        ValueError: there is no such file, or nothing in it that could be drawn.
+        UserError: there is no such file, or nothing in it that could be drawn.
     """
     if path.is_dir():
         found = sorted(path.rglob("*.jsonl"))
         if len(found) != 1:
-            raise ValueError(f"{path} holds {len(found)} metrics files (*.jsonl); name one")
+            raise UserError(f"{path} holds {len(found)} metrics files (*.jsonl); name one")
         path = found[0]
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a metrics file, its folder, or a log")
+        raise UserError(f"{path} does not exist; give a metrics file, its folder, or a log")
     run = Run(name)
     with path.open(encoding="utf-8", errors="replace") as lines:
         if next((line for line in lines if line.strip()), "").lstrip().startswith("{"):
@@ -129,7 +137,7 @@ def read_run(path: Path, name: str) -> Run:
             lines.seek(0)
             read_log(lines, run)
     if not run.series:
-        raise ValueError(
+        raise UserError(
             f"{path} has neither metrics rows nor training lines; give the file that "
             "--metrics-file wrote, or the training log"
         )
@@ -302,28 +310,40 @@ def page(runs: list[Run]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the report; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="metrics file, its folder, or a log")
-    parser.add_argument("--output", type=Path, default=Path("report.html"))
-    parser.add_argument("--name", action="append", default=[], help="label of a run, in order")
-    options = parser.parse_args(argv)
+class ReportConfig(Config):
+    """What to draw."""
+
+    runs: tuple[str, ...] = option(metavar="RUN")
+    """Metrics files, folders that hold one, or logs; may also come first, without the flag."""
+
+    name: tuple[str, ...] = option((), metavar="LABEL")
+    """Labels of the runs, in order; by default their paths."""
+
+    output: str = option("report.html", metavar="FILE")
+    """The page."""
+
+    def __post_init__(self) -> None:
+        if len(self.name) > len(self.runs):
+            raise UserError(f"--name gives {len(self.name)} labels for {len(self.runs)} runs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report and return the exit code.
+
+    Raises:
+        UserError: something that the user can fix.
+    """
+    config = parse_tool(argv, ReportConfig, PROGRAM, leading="runs").config
+    names = [*config.name, *config.runs[len(config.name) :]]
     try:
-        if len(options.name) > len(options.runs):
-            raise ValueError(f"{len(options.name)} --name for {len(options.runs)} runs")
-        names = [*options.name, *(str(path) for path in options.runs[len(options.name) :])]
-        runs = [read_run(path, name) for path, name in zip(options.runs, names, strict=True)]
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(page(runs), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {options.output}")
+        runs = [read_run(Path(path), name) for path, name in zip(config.runs, names, strict=True)]
+    except OSError as error:
+        raise UserError(str(error)) from None
+    with atomic_path(config.output) as path:
+        path.write_text(page(runs), encoding="utf-8")
+    print(f"{PROGRAM}: wrote {config.output}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, PROGRAM)

@@ -1,18 +1,12 @@
 """The report reads metrics files and Megatron's logs, and says what it cannot read."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parent.parent.parent / "tools" / "report.py"
-SPEC = importlib.util.spec_from_file_location("report", PATH)
-assert SPEC is not None and SPEC.loader is not None
-report = importlib.util.module_from_spec(SPEC)
-sys.modules["report"] = report
-SPEC.loader.exec_module(report)
+from megatron.core.utils import UserError
+from tools import report
 
 LOG = """\
  [2026-01-31 12:00:00] iteration       10/     100 | consumed samples:          320 | \
@@ -71,16 +65,19 @@ def test_a_page_of_two_runs_names_both_and_escapes(tmp_path: Path) -> None:
     assert "&lt;first&gt;" in text and "<first>" not in text and "b.jsonl" in text
 
 
-@pytest.mark.parametrize("content", [None, "nothing to see\n"])
-def test_what_is_no_run_is_refused(
-    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("content", [None, b"nothing to see\n", b"\xff\xfe\x00"])
+def test_what_is_no_run_is_refused(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     if content is not None:
-        path.write_text(content)
-    assert report.main([str(path), "--output", str(tmp_path / "r.html")]) == 2
-    assert str(path) in capsys.readouterr().err
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="x.log"):
+        report.main([str(path), "--output", str(tmp_path / "r.html")])
     assert not (tmp_path / "r.html").exists()
+
+
+def test_more_names_than_runs_are_refused() -> None:
+    with pytest.raises(UserError, match="2 labels for 1 runs"):
+        report.main(["a.jsonl", "--name", "one", "two"])
 
 
 def test_long_runs_keep_their_spikes() -> None:
