@@ -62,7 +62,7 @@ def megatron(size: Size, arch: str) -> Step:
         max_position_embeddings=size.sequence,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        **(llama if arch == "llama" else {}),
+        **(llama if arch == "llama" else {"bias_gelu_fusion": False}),
     )
     mesh = Mesh.serial()
     model = GPTModel(config, mesh, vocab_size=size.vocab)

@@ -43,8 +43,25 @@ class Tile:
     keys: slice
     hidden: tuple[tuple[slice, Tensor], ...]
     """(columns, mask) pairs: in these columns the mask's True scores do not count."""
-    distance: Tensor
-    """Position of key - position of query: [c, w], or [b, 1, 1, c, w] in cached decoding."""
+    positions: Tensor
+    """Where the queries stand: [c], or [b, 1, 1, c] in cached decoding; key j stands at j."""
+
+    @property
+    def pairs(self) -> int:
+        """Scores of one head of one sample."""
+        return _length(self.queries) * _length(self.keys)
+
+    def distance(self) -> Tensor:
+        """Return position of key - position of query, [c, w] or [b, 1, 1, c, w].
+
+        Not kept: over all tiles it would be a matrix of S squared integers.
+        """
+        keys = torch.arange(self.keys.start, self.keys.stop, device=self.positions.device)
+        return keys - self.positions[..., None]
+
+
+def _length(part: slice) -> int:
+    return int(part.stop) - int(part.start)
 
 
 def attention_blocked(
@@ -77,7 +94,8 @@ def tiles(q_SBnD: Tensor, k_TBgD: Tensor, rule: Rule, extras: Extras) -> Iterato
         spans = [(slice(b, min(b + together, B)), 0, S, T) for b in range(0, B, together)]
     else:
         spans = [(slice(b, b + 1), s, end, end) for b, s, end in extras.packing.documents(S)]
-    seen: dict[tuple[int, int, int], tuple[tuple[tuple[slice, Tensor], ...], Tensor]] = {}
+    everyone = torch.arange(S, device=q_SBnD.device)
+    seen: dict[tuple[int, int, int], tuple[tuple[slice, Tensor], ...]] = {}
     for samples, start, stop, last in spans:
         for first in range(start, stop, TILE):
             end = min(first + TILE, stop)
@@ -86,13 +104,14 @@ def tiles(q_SBnD: Tensor, k_TBgD: Tensor, rule: Rule, extras: Extras) -> Iterato
             shape = (end - first, high - low, low - first)
             if shape not in seen:
                 seen[shape] = _masks(*shape, left, right, q_SBnD.device)
-            yield Tile(samples, slice(first, end), slice(low, high), *seen[shape])
+            queries, keys = slice(first, end), slice(low, high)
+            yield Tile(samples, queries, keys, seen[shape], everyone[queries])
 
 
 def _masks(
     c: int, w: int, offset: int, left: int, right: int, device: torch.device
-) -> tuple[tuple[tuple[slice, Tensor], ...], Tensor]:
-    """Return the hidden parts and distances of ``w`` keys that start ``offset`` from the tile."""
+) -> tuple[tuple[slice, Tensor], ...]:
+    """Return the hidden parts of ``w`` keys that start ``offset`` from a tile of ``c`` queries."""
     distance = torch.arange(w, device=device) + offset - torch.arange(c, device=device)[:, None]
     hidden = []
     # The last query of the tile sees least to the left, the first one least to the right.
@@ -101,7 +120,7 @@ def _masks(
         hidden.append((slice(0, far), distance[:, :far] < -left))
     if right >= 0 and near < w:
         hidden.append((slice(max(near, 0), w), distance[:, max(near, 0) :] > right))
-    return tuple(hidden), distance
+    return tuple(hidden)
 
 
 def _decoding_tiles(positions_BS: Tensor, T: int, rule: Rule) -> Iterator[Tile]:
@@ -120,7 +139,7 @@ def _decoding_tiles(positions_BS: Tensor, T: int, rule: Rule) -> Iterator[Tile]:
         if right >= 0:
             hidden |= distance > right
         parts = ((slice(0, high - low), hidden[:, None, None]),)
-        yield Tile(slice(0, B), queries, slice(low, high), parts, distance[:, None, None])
+        yield Tile(slice(0, B), queries, slice(low, high), parts, here[:, None, None])
 
 
 class _Blocked(torch.autograd.Function):
@@ -148,7 +167,7 @@ class _Blocked(torch.autograd.Function):
         work = _Work(q, k, v, rule, replace(extras, sink_n=sink, bias=bias))
         out = q_SBnD.new_empty(*q_SBnD.shape[:3], v.shape[3])
         needed = any(ctx.needs_input_grad)
-        size = q.shape[:3].numel() * sum(t.distance.numel() for t in plan)
+        size = q.shape[:3].numel() * sum(tile.pairs for tile in plan)
         keep = needed and size <= KEPT and rule.softcap is None
         probs_kept: list[Tensor] = []
         dropped: list[Tensor] = []
@@ -236,7 +255,7 @@ class _Work:
         view = self.heads(z)
         if self.extras.alibi_slopes_n is not None:
             slopes = self.extras.alibi_slopes_n.to(z.dtype).view(self.groups, -1, 1, 1)
-            view.sub_(slopes * tile.distance.abs())
+            view.sub_(slopes * tile.distance().abs())
         if self.extras.bias is not None:
             view.flatten(1, 2).add_(self.bias(tile, self.extras.bias))
         for columns, mask in tile.hidden:
