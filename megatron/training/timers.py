@@ -58,7 +58,7 @@ def across_ranks(seconds: dict[str, float], world: Axis) -> dict[str, list[float
 
 
 def timers_block(by_rank: dict[str, list[float]], style: str, iterations: int) -> str:
-    """Return the block of timer lines, in milliseconds per iteration.
+    """Return the block of timer lines, in milliseconds per iteration; empty if no time passed.
 
     Args:
         by_rank: seconds of every rank per timer.
@@ -67,7 +67,10 @@ def timers_block(by_rank: dict[str, list[float]], style: str, iterations: int) -
     """
     title = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[style]
     lines = [f"{title} across ranks (ms):"]
-    for name, values in by_rank.items():
+    shown = {name: values for name, values in by_rank.items() if max(values) > 0}
+    if not shown:
+        return ""
+    for name, values in shown.items():
         ms = [1e3 * value / iterations for value in values]
         label = f"    {(name + ' ').ljust(NAME_WIDTH, '.')}:"
         if style == "max":
@@ -75,8 +78,8 @@ def timers_block(by_rank: dict[str, list[float]], style: str, iterations: int) -
         elif style == "minmax":
             lines.append(f"{label} ({min(ms):.2f}, {max(ms):.2f})")
         else:
-            lines.append(f"    {name}:")
-            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(ms)]
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(ms) if value]
     return "\n".join(lines)
 
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.load import Checkpoint
 from megatron.core.rng import DropoutKey
 from megatron.training.objective import TokenLosses
+from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCABULARY = 60
@@ -100,6 +101,57 @@ def test_a_run_learns(run: Callable[..., int], capfd: pytest.CaptureFixture[str]
     found = line.search(out)
     assert found and float(found[1]) == pytest.approx(losses[-1], rel=1e-6)
     assert "time to the first iteration (s) | imports:" in out
+
+
+def test_ds_08_documents_of_one_sentence_train_without_a_pair_objective(
+    run: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"This is sentence number {number}." for number in range(10)]
+    Path("c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = ("--tokenizer-type", "ByteLevelTokenizer")
+    words = ("--input", "c.jsonl", "--output-prefix", "c", "--split-sentences", "--append-eod")
+    assert preprocess_data.main([*words, *tokenizer, "--workers", "1"]) == 0
+    assert len(IndexedDataset("c_text_sentence")) == len(texts)
+    data = ("--data-path", "c_text_sentence", "--split", "80,10,10", "--vocab-size", 300)
+    assert run(*data, *tokenizer, "--train-iters", 8, "--eval-iters", 1) == 0
+    losses = [row["lm_loss"] for row in rows() if "split" not in row]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_positions_that_only_count_up_are_left_to_the_model(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[set[str]] = []
+    original = pretrain_gpt.forward_step
+
+    def recording(model: Any, batch: Any, dropout: DropoutKey | None) -> TokenLosses:
+        names.append(set(batch))
+        return original(model, batch, dropout)
+
+    monkeypatch.setattr(pretrain_gpt, "forward_step", recording)
+    common = ("--train-iters", 1, "--eval-iters", 1)
+    for flags, more in (
+        ((), set()),
+        (("--reset-attention-mask",), {"cu_seqlens"}),
+        (("--reset-position-ids",), {"position_ids"}),
+    ):
+        names.clear()
+        assert run(*common, *flags) == 0
+        # Two microbatches of training, of validation and of testing.
+        assert names == [{"tokens", "labels", "loss_mask"} | more] * 6
+
+
+def test_timers_are_printed_when_they_measure_something(
+    run: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--train-iters", 2) == 0
+    assert "across ranks" not in capfd.readouterr().out
+    assert run("--train-iters", 2, "--timing-log-level", 1) == 0
+    out = capfd.readouterr().out
+    block = r"\(min, max\) time across ranks \(ms\):\n {4}forward-backward \.{31}: \(\d+\.\d\d, "
+    assert len(re.findall(block, out)) == 2
+    assert run("--train-iters", 1, "--save", "save") == 0
+    assert re.search(r"across ranks \(ms\):\n {4}save-checkpoint \.+: \(", capfd.readouterr().out)
 
 
 def test_res_15_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run: Callable[..., int]) -> None:

@@ -177,10 +177,20 @@ def test_timers_block() -> None:
         "    optimizer ......................................: (100.00, 200.00)",
     ]
     assert timers_block(by_rank, "max", 1).splitlines()[1].endswith(".: 400.00")
-    assert timers_block(by_rank, "all", 1).splitlines()[2:] == [
+    assert timers_block(by_rank, "all", 1).splitlines() == [
+        "times across ranks (ms):",
+        "  optimizer:",
         "     rank  0: 200.00",
         "     rank  1: 400.00",
     ]
+
+
+def test_timers_without_time_are_not_shown() -> None:
+    idle = {"send": [0.0, 0.0]}
+    for style in ("max", "minmax", "all"):
+        assert timers_block({}, style, 1) == timers_block(idle, style, 1) == ""
+    some = timers_block(idle | {"wait": [0.0, 0.5]}, "all", 1)
+    assert some.splitlines()[1:] == ["  wait:", "     rank  1: 500.00"]
 
 
 def test_timers_above_the_level_measure_nothing() -> None:
