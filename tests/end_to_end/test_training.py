@@ -20,6 +20,8 @@ import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.load import Checkpoint
 from megatron.core.rng import DropoutKey
+from megatron.training import pretrain
+from megatron.training.launch import Launch
 from megatron.training.objective import TokenLosses
 from tools import preprocess_data
 
@@ -339,6 +341,23 @@ def test_env_04_without_a_launcher_one_process_just_works(corpus: str, tmp_path:
     assert done.returncode == 0, done.stderr
     assert "launch: 1 process (no launcher)" in done.stdout
     assert "iteration        2/       2" in done.stdout
+
+
+@pytest.mark.parametrize(("environ", "expected"), [({}, 3), ({"LOCAL_RANK": "1"}, 1)])
+def test_a_launchers_local_rank_counts_unless_the_environment_has_one(
+    run: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    expected: int,
+) -> None:
+    places: list[Launch] = []
+    monkeypatch.setattr(
+        pretrain, "pretrain", lambda parsed, place, program: places.append(place) or 0
+    )
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **environ}.items():
+        monkeypatch.setenv(name, value)
+    assert run("--train-iters", 1, "--local_rank", 3) == 0
+    assert [place.local_rank for place in places] == [expected]
 
 
 def test_a_stop_file_saves_stops_and_goes(
