@@ -4,6 +4,7 @@
 file is not up to date.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ from megatron.training.arguments import Invocation, parse_tool, run_main
 from megatron.training.config import RunConfig
 
 PROGRAM = "generate_flag_docs"
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TARGET = DOCS / "flags.md"
+COVERAGE = DOCS / "launch_coverage.json"
 
 INTRODUCTION = """# Flags
 
@@ -31,8 +34,13 @@ Each flag has one of four statuses:
 - **no effect**: accepted, and named once at the start under "flags without effect": a hint at
   speed, placement or logging with nothing to do here, or a detail of a feature whose own switch is
   refused;
-- **refused**: exit code 2, since it would change results or files and is not there. With
-  *in a dry run* the plan is made without it.
+- **refused**: exit code 2, since it would change results or files and is not there. Under *in a
+  dry run* stands what a plan does with it: leave it out, with how the plan differs then, or take
+  another flag for it. The plan names what it leaves out.
+
+`tools/explain_launch.py my_job.sh` says what becomes of every flag of a script written for
+Megatron-LM. How launches found in public repositories fare stands
+[at the end](#launches-out-there).
 
 Underscores may stand for hyphens, also inside integers; `--flag=value` is `--flag value`; a
 repeated flag takes its last value. `--config FILE` takes the same names from JSON or YAML. A flag
@@ -45,6 +53,7 @@ def document() -> str:
     for cls in (RunConfig, Invocation):
         lines += _works(cls)
     lines += _table_of_others()
+    lines += _launches()
     return "\n".join(lines) + "\n"
 
 
@@ -73,7 +82,8 @@ def _table_of_others() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for row in rows:
         if row.status == "refused":
-            plan = "left out" if row.dry_run else ""
+            plan = {"": "", "yes": "left out"}.get(row.dry_run, f"left out: {row.plan_note}")
+            plan = row.plan_note if row.in_a_plan else plan
             value = _code(row.default) if row.default else ""
             yield f"| {_code(row.flag)} | {row.why} | {row.instead} | {plan} | {value} |"
     yield "\n## No effect\n"
@@ -82,6 +92,31 @@ def _table_of_others() -> Iterator[str]:
     for row in rows:
         if row.status == "no effect":
             yield f"| {_code(row.flag)} | {row.why} |"
+
+
+def _launches() -> Iterator[str]:
+    """Yield the counts that tools/launch_coverage.py wrote."""
+    if not COVERAGE.exists():
+        return
+    yield "\n## Launches out there\n"
+    yield (
+        "Launches as scripts of public repositories have them, judged by "
+        "`python tools/launch_coverage.py LAUNCHES.jsonl --output docs/launch_coverage.json`. "
+        "A launch of `pretrain_gpt.py` is planned at its own number of processes; of "
+        "`preprocess_data.py` the flags are checked. Where a script's variable hides a value that "
+        "must be known, the most frequent one of that flag stands in."
+    )
+    for program, content in json.loads(COVERAGE.read_text(encoding="utf-8")).items():
+        yield f"\n### {program}\n"
+        yield "| | launches |"
+        yield "|---|---|"
+        yield from (f"| {text} | {number} |" for text, number in content["counts"].items())
+        for title, rows in content["tables"].items():
+            if rows:
+                yield f"\n{title[0].upper()}{title[1:]}: " + ", ".join(
+                    f"{_code(name) if name.startswith('--') else name} {number}"
+                    for name, number in rows.items()
+                )
 
 
 def _code(text: str) -> str:

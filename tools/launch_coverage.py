@@ -1,18 +1,19 @@
 """Count how many launches out there parse, which flags they are refused for, and how many plan.
 
-    python tools/launch_coverage.py launches.jsonl [--details] [--markdown]
+    python tools/launch_coverage.py launches.jsonl [--details] [--output docs/launch_coverage.json]
 
 A line of the file is a launch as found in a script of a public repository: ``id``, ``program``,
 ``launcher_flags`` and ``flags`` (a flag's words or null). Counted are those of pretrain_gpt.py,
 planned as ``--dry-run`` does at their number of processes, and those of preprocess_data.py, whose
 flags are checked. Data and tokenizers need not be there.
 
-Where the file has a variable for a value that must be known (``--seq-length $SEQ``), the most
-frequent value of that flag in the file stands in, an unknown global batch is left out, and an
-unknown number of machines becomes the smallest that holds the layout.
+Where the file has a variable for a value that must be known (``--seq-length $SEQ``), or lacks the
+value, the most frequent value of that flag in the file stands in, an unknown global batch is left
+out, and an unknown number of machines becomes the smallest that holds the layout.
+
+``--output`` keeps the counts for docs/flags.md (tools/generate_flag_docs.py).
 """
 
-import argparse
 import json
 import math
 import re
@@ -23,25 +24,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import specs  # noqa: E402
-from megatron.core.utils import UserError  # noqa: E402
-from megatron.training import flag_status, plan_report  # noqa: E402
-from megatron.training.arguments import Invocation, parse, parse_tool  # noqa: E402
-from megatron.training.command_line import Vocabulary, arity, normalise  # noqa: E402
-from megatron.training.config import RunConfig  # noqa: E402
-from megatron.training.explain import Finding, findings, is_open, plannable  # noqa: E402
-from tools import preprocess_data  # noqa: E402
+from megatron.core.config import Config, option, specs
+from megatron.core.utils import UserError, atomic_path
+from megatron.training import flag_status, plan_report
+from megatron.training.arguments import Invocation, parse, parse_tool, run_main
+from megatron.training.command_line import Vocabulary, arity, normalise
+from megatron.training.config import RunConfig
+from megatron.training.explain import Finding, findings, is_open, plannable, replica
+from tools import preprocess_data
 
+PROGRAM = "launch_coverage"
 PROCESSES = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--worker_num")
 MACHINES = ("--nnodes", "--num_nodes")
-TENSOR = ("--tensor-model-parallel-size", "--model-parallel-size")
-PIPELINE = ("--pipeline-model-parallel-size",)
-CONTEXT = ("--context-parallel-size",)
-EXPERT = ("--expert-model-parallel-size",)
-EXPERT_TENSOR = ("--expert-tensor-parallel-size", *TENSOR)
 MOST_MACHINES = 64
 REDIRECTION = re.compile(r"^\d*&?>{1,2}&?\d*$|^\|$")
 CANNOT_HOLD = re.compile(r"process(es)? cannot hold")
@@ -115,7 +112,8 @@ def judged(
     outcome = Outcome(launch["id"])
     found = []
     for item in findings(list(words_of(launch, vocabulary)), vocabulary):
-        if item.kind == "open":
+        lacks = item.kind == "malformed" and len(item.words) == 1
+        if item.kind == "open" or lacks:
             outcome.substituted.append(item.words[0])
             if normalise(item.words[0]) == "--global-batch-size":
                 continue
@@ -136,14 +134,15 @@ def training(launch: Mapping[str, Any], vocabulary: Vocabulary, typical: Typical
     """Judge a launch of pretrain_gpt.py and plan it."""
     outcome, found = judged(launch, vocabulary, typical)
     if outcome.parses and not outcome.blocking:
-        outcome.error = why_no_plan(plannable(found), launch["launcher_flags"])
+        outcome.error = why_no_plan(found, launch["launcher_flags"])
     return outcome
 
 
-def why_no_plan(words: Sequence[str], launcher: Mapping[str, str]) -> str:
+def why_no_plan(found: Sequence[Finding], launcher: Mapping[str, str]) -> str:
     """Return why there is no plan, empty if there is one."""
+    words = plannable(found)
     message = ""
-    for world in worlds(launcher, replica(words)):
+    for world in worlds(launcher, replica(found)):
         try:
             run = parse([*words, "--dry-run", "--dry-run-world-size", str(world)])
             plan_report.report(run, "pretrain_gpt")
@@ -155,18 +154,6 @@ def why_no_plan(words: Sequence[str], launcher: Mapping[str, str]) -> str:
     return message
 
 
-def replica(words: Sequence[str]) -> int:
-    """Return the least processes that the dense and the expert layout fill."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    given = {normalise(flag): value for flag, value in pairs if flag[:2] == "--"}
-
-    def size(flags: Sequence[str]) -> int:
-        return number(given, flags) or 1
-
-    dense = size(TENSOR) * size(PIPELINE) * size(CONTEXT)
-    return math.lcm(dense, size(EXPERT) * size(EXPERT_TENSOR) * size(PIPELINE))
-
-
 def worlds(launcher: Mapping[str, str], model: int) -> Iterator[int]:
     """Yield the numbers of processes that a launch may have: one where it is known.
 
@@ -174,7 +161,7 @@ def worlds(launcher: Mapping[str, str], model: int) -> Iterator[int]:
         launcher: the launcher's flags.
         model: processes that hold one replica.
     """
-    per_machine, machines = number(launcher, PROCESSES), number(launcher, MACHINES)
+    per_machine, machines = known_number(launcher, PROCESSES), known_number(launcher, MACHINES)
     if machines is None and per_machine is not None and not set(MACHINES) & set(launcher):
         machines = 1
     if per_machine is not None and machines is not None:
@@ -185,7 +172,7 @@ def worlds(launcher: Mapping[str, str], model: int) -> Iterator[int]:
         yield unit * count
 
 
-def number(given: Mapping[str, str], flags: Sequence[str]) -> int | None:
+def known_number(given: Mapping[str, str], flags: Sequence[str]) -> int | None:
     """Return the number that the first of some flags gives."""
     for flag in flags:
         value = given.get(flag) or ""
@@ -207,79 +194,107 @@ def preprocessing(launch: Mapping[str, Any], vocabulary: Vocabulary, typical: Ty
     return outcome
 
 
-def summary(outcomes: Sequence[Outcome]) -> list[tuple[str, int]]:
-    """Return the counts, each launch in one of those below the first two."""
+def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Return the counts; a launch is in one of those that begin with ``plan`` or ``no plan``."""
     planned = [o for o in outcomes if o.plans]
-    blocked = [o for o in outcomes if o.blocking]
     rest = [o for o in outcomes if not o.plans and not o.blocking]
-    contradictions = [o for o in rest if o.parses and CANNOT_HOLD.search(o.error)]
-    return [
-        ("launches", len(outcomes)),
-        ("every flag is known and well-formed", sum(o.parses for o in outcomes)),
-        ("plan", len(planned)),
-        ("- of these, without any refused flag", sum(not o.refused for o in planned)),
-        ("- of these, with values put in for variables", sum(bool(o.substituted) for o in planned)),
-        ("no plan: flags of other frameworks and forks", len(blocked)),
-        ("no plan: their processes cannot hold their layout", len(contradictions)),
-        ("no plan: unknown flags", sum(bool(o.unknown) for o in rest)),
-        ("no plan: values are missing", sum(bool(o.malformed) and not o.unknown for o in rest)),
-        (
-            "no plan: other contradictions",
-            sum(o.parses and o not in contradictions for o in rest),
+    cannot_hold = [o for o in rest if o.parses and CANNOT_HOLD.search(o.error)]
+    return {
+        "launches": len(outcomes),
+        "every flag has a status and well-formed values": sum(o.parses for o in outcomes),
+        "plan": len(planned),
+        "(of these, with no flag that a run refuses)": sum(not o.refused for o in planned),
+        "(of these, with a value put in)": sum(bool(o.substituted) for o in planned),
+        "no plan: made for another framework": sum(bool(o.blocking) for o in outcomes),
+        "no plan: its processes cannot hold its layout": len(cannot_hold),
+        "no plan: an unknown flag": sum(bool(o.unknown) for o in rest),
+        "no plan: a malformed value": sum(bool(o.malformed) and not o.unknown for o in rest),
+        "no plan: contradicts itself otherwise": sum(
+            o.parses and o not in cannot_hold for o in rest
         ),
-    ]
+    }
 
 
-def tables(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield a title with flags and how many launches have them."""
-    yield (
-        "stop a plan too (other frameworks and forks)",
-        Counter(f for o in outcomes for f in dict.fromkeys(o.blocking)).most_common(),
-    )
+def tables(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    """Return, by title, how many launches have a flag or a reason."""
     planned = [o for o in outcomes if o.plans]
-    yield (
-        "left out of plans, refused in a run",
-        Counter(f for o in planned for f in dict.fromkeys(o.refused)).most_common(),
-    )
-    yield (
-        "unknown",
-        Counter(f for o in outcomes for f in dict.fromkeys(o.unknown)).most_common(),
-    )
+    found = {
+        "made for another framework, by reason": [o.why for o in outcomes],
+        "refused in a plan too, by flag": [o.blocking for o in outcomes],
+        "refused in a run and left out of a plan, by flag": [o.refused for o in planned],
+        "unknown": [o.unknown for o in outcomes],
+    }
+    return {
+        title: dict(Counter(x for row in rows for x in dict.fromkeys(row)).most_common())
+        for title, rows in found.items()
+    }
 
 
-def main() -> int:
+def reasons(outcome: Outcome) -> str:
+    """Return why a launch has no plan."""
+    found = [*outcome.blocking, *outcome.unknown, *outcome.malformed, outcome.error]
+    return "; ".join(reason for reason in found if reason)
+
+
+class CoverageConfig(Config):
+    """What to count."""
+
+    launches: str = option(metavar="FILE")
+    """The launches, one as JSON a line; may also come first, without the flag."""
+
+    details: bool = option(False)
+    """Name each launch without a plan, with the reason."""
+
+    output: str | None = option(None, metavar="FILE")
+    """Write the counts to this JSON file."""
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    """Return the launches of a file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("launches", type=Path)
-    parser.add_argument("--details", action="store_true", help="name each launch without a plan")
-    arguments = parser.parse_args()
-    lines = arguments.launches.read_text(encoding="utf-8").splitlines()
-    launches = [json.loads(line) for line in lines if line.strip()]
+    config = parse_tool(argv, CoverageConfig, PROGRAM, leading="launches").config
+    launches = read(config.launches)
     typical = Typical(launches)
-    tool = {**specs(preprocess_data.ToolConfig)}
     others = {row.flag: row for row in preprocess_data.OTHERS}
-    for program, judge, vocabulary in (
-        (
-            "pretrain_gpt.py",
-            training,
-            Vocabulary({**specs(RunConfig), **specs(Invocation)}, flag_status.load()),
-        ),
-        ("preprocess_data.py", preprocessing, Vocabulary(tool, others)),
-    ):
+    declared = {**specs(RunConfig), **specs(Invocation)}
+    vocabularies = {
+        "pretrain_gpt.py": Vocabulary(declared, flag_status.load()),
+        "preprocess_data.py": Vocabulary(specs(preprocess_data.ToolConfig), others),
+    }
+    judges = {"pretrain_gpt.py": training, "preprocess_data.py": preprocessing}
+    content = {}
+    for program, vocabulary in vocabularies.items():
         chosen = [x for x in launches if Path(x["program"]).name == program]
-        outcomes = [judge(launch, vocabulary, typical) for launch in chosen]
-        print(f"{program}:")
-        for text, count in summary(outcomes):
-            print(f"  {count:4} {text}")
-        for title, counts in tables(outcomes):
-            if counts:
-                print(f"  {title}: {', '.join(f'{flag} {n}' for flag, n in counts)}")
-        for o in outcomes if arguments.details else ():
-            if not o.plans:
-                reasons = [*o.blocking, *o.unknown, *o.malformed, *([o.error] if o.error else [])]
-                print(f"    {o.name}: {'; '.join(reasons)}")
+        outcomes = [judges[program](launch, vocabulary, typical) for launch in chosen]
+        content[program] = {"counts": counts(outcomes), "tables": tables(outcomes)}
+        for line in listed(program, outcomes, config.details):
+            print(line)
+    if config.output:
+        with atomic_path(config.output) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
+def listed(program: str, outcomes: Sequence[Outcome], details: bool) -> Iterator[str]:
+    """Yield the counts of a program as lines."""
+    yield f"{program}:"
+    for text, number in counts(outcomes).items():
+        yield f"  {number:4} {text}"
+    for title, rows in tables(outcomes).items():
+        if rows:
+            yield f"  {title}: {', '.join(f'{name} {number}' for name, number in rows.items())}"
+    for outcome in outcomes if details else ():
+        if not outcome.plans:
+            yield f"    {outcome.name}: {reasons(outcome)}"
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main, PROGRAM)

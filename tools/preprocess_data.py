@@ -41,6 +41,26 @@ OTHERS = (
     Row("--keep-sequential-samples", "0", "no effect", why="documents stay in the input's order"),
     Row("--chunk-size", "1", "no effect", why="blocks of records are cut by their bytes"),
     Row("--dataset-impl", "1", "refused", default="mmap", why="token files have one format, mmap"),
+    Row(
+        "--append-bos", "0", "refused", why="only the end of a document is marked, by --append-eod"
+    ),
+    *(
+        Row(flag, count, "refused", why="a flag of MindSpeed-LLM, whose instruction data differ")
+        for flag, count in {
+            "--handler-name": "1",
+            "--prompt-type": "1",
+            "--pack": "0",
+            "--neat-pack": "0",
+            "--seq-length": "1",
+        }.items()
+    ),
+    *(
+        Row(flag, "1", "refused", why="a flag of Pai-Megatron-Patch", instead=instead)
+        for flag, instead in {
+            "--patch-tokenizer-type": "use --tokenizer-type HuggingFaceTokenizer",
+            "--load": "use --tokenizer-model with the folder that holds tokenizer.json",
+        }.items()
+    ),
 )
 
 

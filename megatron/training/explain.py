@@ -4,6 +4,7 @@ Words may hold parts that nobody knows: variables (``$NAME``, ``$((A * B))``, ``
 a script takes from elsewhere. They do as text; where a number is needed, the verdict names them.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,10 @@ class Finding:
     @property
     def text(self) -> str:
         """Return the flag and its values as given."""
-        return " ".join(self.words)
+        return " ".join(
+            f'"{word}"' if re.search(r"\s", word) and not is_open(word) else word
+            for word in self.words
+        )
 
     @property
     def stops(self) -> bool:
@@ -65,9 +69,25 @@ def plannable(found: Sequence[Finding]) -> list[str]:
     kept: list[str] = []
     for item in found:
         left_out = item.kind == "refused" and item.row is not None and item.row.dry_run
-        if item.kind in ("same", "renamed", "no effect") or left_out:
+        idle = item.kind == "no effect" and not any(map(is_open, item.words))
+        if item.kind in ("same", "renamed") or idle or left_out:
             kept += item.words
     return kept
+
+
+def replica(found: Sequence[Finding]) -> int:
+    """Return the least number of processes that the given parallel sizes fill, as far as known."""
+    given = {normalise(f.words[0]): f.words[1] for f in found if len(f.words) == 2}
+
+    def size(*names: str) -> int:
+        known = [given[name] for name in names if given.get(name, "").isdigit()]
+        return int(known[0]) if known else 1
+
+    tensor = ("--tensor-model-parallel-size", "--model-parallel-size")
+    stages = size("--pipeline-model-parallel-size")
+    dense = size(*tensor) * stages * size("--context-parallel-size")
+    experts = size("--expert-model-parallel-size", "--moe-expert-parallel-size")
+    return math.lcm(dense, experts * size("--expert-tensor-parallel-size", *tensor) * stages)
 
 
 def is_open(word: str) -> bool:
@@ -95,14 +115,18 @@ def differences(run: ParsedRun[RunConfig]) -> Iterator[str]:
             "loss: Megatron-LM averages the means of microbatches, which differs where masks are "
             "uneven (--eod-mask-loss); add --no-calculate-per-token-loss for that"
         )
-    schedule, training = config.schedule, config.training
-    in_iterations = training.train_iters is not None and (
-        schedule.lr_warmup_iters or schedule.lr_decay_iters is not None
-    )
-    if training.rampup_batch_size is not None and in_iterations:
+    training = config.training
+    if training.rampup_batch_size is not None and training.train_iters is not None:
         yield (
-            "learning rate: while the batch ramps up Megatron-LM counts --lr-warmup-iters and "
-            "--lr-decay-iters in samples of the final batch; here they are iterations"
+            "learning rate: while the batch ramps up Megatron-LM counts iterations of the schedule "
+            "in samples of the final batch; here they are iterations (lengths in samples, from "
+            "--train-samples on, are the same in both)"
+        )
+    is_sharded = "--no-data-sharding" not in run.no_effect
+    if config.data.dataloader_type == "cyclic" and config.data_parallel_size > 1 and is_sharded:
+        yield (
+            "data: --dataloader-type cyclic is shuffled as with --no-data-sharding, over all "
+            "replicas at once; Megatron-LM without that flag shuffles a share for each replica"
         )
 
 
@@ -133,6 +157,9 @@ def _finding(flag: str, values: list[str], vocabulary: Vocabulary) -> Iterator[F
         rest.insert(0, values.pop())  # a variable with further flags, after the flag's own value
     words = (flag, *values)
     hanging = [value for value in values if is_open(value)]
+    if hanging and isinstance(target, Spec) and target.name == "local_rank":
+        yield Finding(words, "no effect", "ranks come from the launcher's environment")
+        return
     if hanging and _needs_value(target, vocabulary):
         names = list(dict.fromkeys(name for value in hanging for name in variables(value)))
         give = " ".join(f"--set {name}=VALUE" for name in names) or "write the number out"
@@ -168,6 +195,8 @@ def _judged(words: tuple[str, ...], vocabulary: Vocabulary) -> Finding:
         if verdict.kind == "refused":
             return Finding(words, "refused", verdict.refusal.partition(": ")[2], row)
         note = f"-> {' '.join(verdict.tokens)}" if verdict.kind == "renamed" else row.why
+        if row.status == "refused":
+            note = "asks for nothing"
         return Finding(words, verdict.kind, note, row)
     except UserError as error:
         return Finding(words, "malformed", str(error))

@@ -18,6 +18,8 @@ from megatron.training.config import RunConfig
 GIB = 2**30
 GPT2_IDS = 50257
 CURVE_POINTS = 5
+MOST_SIZES = 20
+"""Steps of a batch-size ramp that are shown."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,12 @@ def _batches(config: RunConfig) -> Iterator[str]:
         f"global batch {config.batch_sizes.final}"
     )
     if not config.batch_sizes.is_constant:
-        for first, consumed, size, count in config.batch_sizes.runs():
+        runs = list(config.batch_sizes.runs())
+        for place, (first, consumed, size, count) in enumerate(runs):
+            if MOST_SIZES // 2 <= place < len(runs) - MOST_SIZES // 2:
+                if place == MOST_SIZES // 2:
+                    yield f"  ... {len(runs) - 2 * place} more sizes"
+                continue
             length = (
                 "to the end" if count is None else f"for {count:,} iteration{'s' * (count > 1)}"
             )

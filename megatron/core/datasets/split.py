@@ -23,7 +23,8 @@ def parse_split(text: str) -> list[float]:
     Raises:
         UserError: a field is no non-negative number, there are more than three, or all are zero.
     """
-    fields = [field.strip() for field in text.split(",")]
+    # Scripts quote it twice, as in ARGS+=("--split '99,1,0'").
+    fields = [field.strip() for field in text.strip("'\" ").split(",")]
     if len(fields) > len(SPLITS):
         raise UserError(
             f"--split {text!r} has {len(fields)} fields; it takes at most three: train,valid,test"
