@@ -9,7 +9,7 @@ and export read this record and nothing else.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,11 +75,14 @@ class Sharding:
     tied: bool = False
     """A second copy of the logical tensor lives on another pipeline stage."""
 
-    def owned(self, coordinates: dict[str, int]) -> tuple[Region, ...]:
+    def owned(self, coordinates: Mapping[str, int]) -> tuple[Region, ...]:
         """Return the regions whose elements the rank at ``coordinates`` owns.
 
-        Each logical element has one owner: coordinate 0 on every axis it is replicated on.
+        Each logical element has one owner: coordinate 0 on every axis it is replicated on, and the
+        first of the stages that hold a tied tensor.
         """
+        if self.tied and coordinates.get("pp", 0) > 0:
+            return ()
         return tuple(
             region
             for region in self.regions

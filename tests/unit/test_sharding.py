@@ -1,6 +1,7 @@
 """Parameter records: regions cover the logical tensor once, flat ranges become few boxes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,3 +57,11 @@ def test_names_are_module_paths_and_shared_parameters_keep_the_first() -> None:
     model.second.weight = model.first.weight
     sharding.name_parameters(model)
     assert sharding.of(model.second.weight).name == "first.weight"
+
+
+def test_a_tied_copy_on_a_later_stage_owns_nothing() -> None:
+    record = replace(whole((3, 2), Init(), replicated=("tp",)), tied=True)
+    assert record.owned({"pp": 0, "tp": 0}) == record.regions
+    assert record.owned({"pp": 1, "tp": 0}) == ()
+    assert record.owned({"pp": 0, "tp": 1}) == ()
+    assert replace(record, tied=False).owned({"pp": 1, "tp": 0}) == record.regions

@@ -136,12 +136,7 @@ def _cut(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
 
 
 def _regions(record: Sharding, coordinates: Mapping[str, int] | None) -> tuple[Region, ...]:
-    if coordinates is None:
-        return record.regions
-    # The first stage owns a tensor that a later one holds too.
-    if record.tied and coordinates.get("pp", 0) > 0:
-        return ()
-    return record.owned(dict(coordinates))
+    return record.regions if coordinates is None else record.owned(coordinates)
 
 
 # Arithmetic on boxes
