@@ -88,7 +88,8 @@ class Evaluator:
         self._model.eval()
         sums = Accumulator(self._objective.mesh)
         for batch in held_out.batches.take(held_out.count):
-            sums.add(*self._objective.terms(self._forward_step(self._model, batch, None)))
+            tokens = self._forward_step(self._model, batch, None)
+            sums.add(*self._objective.terms(tokens, empty_counts=False))
         held_out.consumed_samples += held_out.samples
         return {LOSS: sums.reduce().loss}
 

@@ -66,8 +66,17 @@ class Objective:
         """Return the denominator of a global batch in which every token is valid."""
         return float(samples * seq_length if self.per_token else samples // micro_batch_size)
 
-    def terms(self, tokens: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (numerator, denominator, valid tokens) of one microbatch on this rank."""
+    def terms(
+        self, tokens: TokenLosses, *, empty_counts: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (numerator, denominator, valid tokens) of one microbatch on this rank.
+
+        Args:
+            tokens: what the forward step returned.
+            empty_counts: a mean over microbatches counts one without a valid token as a loss of 0,
+                as Megatron-LM does in training, where every layout has the same microbatches. An
+                evaluation leaves it out: how many only pad a set depends on the replicas.
+        """
         losses_BS, mask_BS = tokens
         mask_BS = mask_BS.to(losses_BS.dtype)
         total, count = (losses_BS * mask_BS).sum(), mask_BS.sum()
@@ -77,6 +86,8 @@ class Objective:
         whole = count.clone()
         comm.all_reduce(whole, self.mesh.cp)
         share = torch.full_like(count, 1.0 / self.mesh.cp.size)
+        if not empty_counts:
+            share = share * (whole > 0)
         return total / whole.clamp(min=1.0), share, count
 
 

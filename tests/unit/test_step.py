@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import rng, sharding
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.rng import DropoutKey
 from megatron.core.sharding import Init, whole
-from megatron.training.batches import Batch
+from megatron.training.batches import PADDING, Batch, whole_count, whole_numbers
 from megatron.training.config import HealthConfig
 from megatron.training.health import Health, RunFailed
-from megatron.training.objective import Objective, TokenLosses
+from megatron.training.objective import Accumulator, Objective, TokenLosses
 from megatron.training.step import Plan, StepResult, TrainStep
 from megatron.training.timers import Timers
 
@@ -242,3 +242,34 @@ def test_microbatches_get_keys_of_their_own() -> None:
     run(global_batch([100] * 4), 1, step=step)
     numbers = [(key.seed, key.iteration, key.microbatch) for key in keys if key is not None]
     assert numbers == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_whole_set_has_one_loss_however_many_replicas_pad_it(per_token: bool) -> None:
+    """Five samples in microbatches of one: two replicas read six, the last of which is empty."""
+    batch, model = global_batch([90, 40, 70, 10, 100]), Tiny()
+    serial = Mesh.serial()
+    losses = []
+    for replicas in (1, 2):
+        objective, sums = Objective(per_token, serial), Accumulator(serial)
+        for coordinate in range(replicas):
+            dp = Axis("dp", tuple(range(replicas)), coordinate, None)
+            mesh = Mesh({**serial.axes, "dp": dp}, coordinate, serial.device)
+            numbers = whole_numbers(mesh, 1, 5)
+            for _ in range(whole_count(mesh, 1, 5)):
+                (number,) = next(numbers)
+                empty = number == PADDING
+                one = {name: value[[0 if empty else number]] for name, value in batch.items()}
+                if empty:
+                    one["loss_mask"] = torch.zeros_like(one["loss_mask"])
+                sums.add(*objective.terms(forward_step(model, one, None), empty_counts=False))
+        losses.append(sums.reduce().loss)
+    assert losses[0] == pytest.approx(expected(batch, per_token, 1)[0], rel=1e-12)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_in_training_a_microbatch_without_valid_tokens_counts_as_a_loss_of_zero() -> None:
+    batch = global_batch([90, 0])
+    result, _, _ = run(batch, 1, per_token=False)
+    losses = Tiny()(batch["tokens"], batch["labels"])[0, :90]
+    assert result.totals.loss == pytest.approx(losses.mean().item() / 2, rel=1e-12)
