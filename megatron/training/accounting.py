@@ -210,6 +210,8 @@ def activation_bytes(
     masks = 2 * hidden if model.hidden_dropout else 0
     cut = (width + key_value + width + wide + inner) * size + 4 * heads
     per_token = len(stage.layers) * ((whole + masks) / share + cut / tp)
+    if stage.is_first and model.hidden_dropout:
+        per_token += hidden / share  # the embedding's mask
     if stage.is_last:
         logits = padded_rows / tp * (size + memory.BYTES[config.precision.accumulation_dtype])
         per_token += logits + 2 * hidden * size / share

@@ -187,3 +187,20 @@ def test_the_plan_without_data_or_tokenizer_says_so() -> None:
     assert "vocabulary 50,257 rows" in text and "as a guess" in text
     none = report(parse(f"{words} --dry-run".replace("--data-path nowhere", "").split()), "p")
     assert "none named" in none
+
+
+def test_the_embeddings_dropout_mask_counts_a_byte_per_element() -> None:
+    first, last = make_stages(4, 2)
+    with_it, without = (
+        config(f"--num-layers 4 --dry-run-world-size 2 --pipeline-model-parallel-size 2 {more}")
+        for more in ("", "--hidden-dropout 0")
+    )
+
+    def masks(stage: Stage) -> int:
+        return accounting.activation_bytes(with_it, 128, stage, 2) - accounting.activation_bytes(
+            without, 128, stage, 2
+        )
+
+    tokens, layers, hidden = 2 * 32, 2, 64
+    assert masks(first) == tokens * hidden * (2 * layers + 1)
+    assert masks(last) == tokens * hidden * 2 * layers

@@ -87,3 +87,25 @@ def test_seeding_leaves_the_default_generator_as_it_was() -> None:
     with rng.seeded(99, torch.device("cpu")):
         inside = torch.rand(2)
     assert torch.equal(torch.rand(2), expected) and not torch.equal(inside, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dropout_keeps_a_byte_per_element_and_no_other_value(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    ours, plain = (x.clone().requires_grad_() for _ in range(2))
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = rng.dropout(ours, 0.3, 5)
+    generator = torch.Generator().manual_seed(5)
+    factor = torch.empty_like(x).bernoulli_(0.7, generator=generator) / 0.7
+    expected = plain * factor
+    grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(y, expected) and torch.equal(ours.grad, plain.grad)
+    assert sum(tensor.nbytes for tensor in saved) == x.numel()
