@@ -49,12 +49,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight_vH: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_vH, rows)
+        ctx.save_for_backward(rows)
+        ctx.weight_vH = weight_vH  # hooks on saved tensors would give back one without a buffer
         return weight_vH[rows]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        weight_vH, rows = ctx.saved_tensors
+        (rows,) = ctx.saved_tensors
+        weight_vH = ctx.weight_vH
         grad = grads[0].flatten(0, -2)
         target = weight_vH.grad
         if target is None:

@@ -40,7 +40,8 @@ def postponing() -> Iterator[list[Callable[[], Any]]]:
     try:
         yield tasks
     finally:
-        _postponed.remove(tasks)
+        innermost = _postponed.pop()  # by identity: empty lists are equal
+        assert innermost is tasks
 
 
 class _Linear(torch.autograd.Function):
@@ -55,7 +56,10 @@ class _Linear(torch.autograd.Function):
         axis: Axis,
         gathers: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x_SBI, weight_OI, bias_O)
+        ctx.save_for_backward(x_SBI)
+        # Not saved as the input is: hooks on saved tensors, such as those of recomputation, give a
+        # detached copy back, which has no gradient buffer.
+        ctx.weight_OI, ctx.bias_O = weight_OI, bias_O
         ctx.axis, ctx.gathers = axis, gathers
         # The gathered input is not kept: backward gathers again, so that a rank holds its share.
         whole_SBI = comm.all_gather(x_SBI, axis) if gathers else x_SBI
@@ -65,7 +69,8 @@ class _Linear(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x_SBI, weight_OI, bias_O = ctx.saved_tensors
+        (x_SBI,) = ctx.saved_tensors
+        weight_OI, bias_O = ctx.weight_OI, ctx.bias_O
         axis, grad_SBO = ctx.axis, grads[0].contiguous()
         dx_SBI = dw_OI = db_O = pending = None
         if ctx.needs_input_grad[0]:
