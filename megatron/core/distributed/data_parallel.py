@@ -1,10 +1,10 @@
 """Data parallelism: every replica ends with the same sum of all replicas' gradients.
 
 The gradients of a model chunk lie in flat buffers, cut into buckets; a bucket is summed over the
-replicas by one collective. Buckets are launched in one static order, equal on all ranks, whatever
-the order in which gradients arrive. A layer tells that it has added a microbatch's share by calling
-``parameter.grad_ready(parameter)`` where that attribute is set; without overlap it is not set, and
-`DataParallel.reduce_gradients` launches everything after the last backward.
+replicas by one collective. Buckets are launched in one static order, equal on all ranks, by
+`DataParallel.reduce_gradients` after the last backward. Nothing overlaps with it yet: linear and
+embedding layers would call ``parameter.grad_ready(parameter)`` after each microbatch's share, but
+nobody sets that attribute, and gradients that autograd itself adds (norms) are not reported.
 
     once per iteration    all-reduce of each bucket over dp x cp, then sums of regions (`finalize`)
 """
