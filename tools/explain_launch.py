@@ -1,7 +1,7 @@
 """Say what becomes of a launch that was written for Megatron-LM, without starting anything.
 
-    tools/explain_launch.py my_job.sh [ARGUMENTS OF THE SCRIPT]
-    tools/explain_launch.py my_job.sh --set NNODES=4 SEQ_LEN=4096
+    tools/explain_launch.py my_job.sh
+    tools/explain_launch.py my_job.sh --set NNODES=4 SEQ_LEN=4096 -- ARGUMENTS OF THE SCRIPT
     tools/explain_launch.py -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
 
 The script is read, not executed: variables, arrays, conditions on known values, functions, eval
@@ -53,8 +53,8 @@ class ExplainConfig(Config):
     """What to explain."""
 
     script: tuple[str, ...] = option(())
-    """Launch script and its own arguments; comes without the flag. A command line may stand in its
-    place, after a lone ``--``."""
+    """Launch script, and its own arguments; comes first, without the flag. Arguments that start
+    with a hyphen, or a command line without a script, stand at the end, after a lone ``--``."""
 
     values: tuple[str, ...] = option((), flag="--set", metavar="NAME=VALUE")
     """Values of the script's variables; they win over the script's own."""
@@ -66,21 +66,21 @@ class ExplainConfig(Config):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command: list[str] | None = None
+    command: list[str] = []
     if "--" in words:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
     options = parse_tool(gathered(words), ExplainConfig, PROGRAM, leading="script").config
     given = dict(assignment(text) for text in options.values)
     script, text = Script(), ""
-    if command is not None:
+    if command and not options.script:
         launches = [find(command)]
     elif not options.script:
         raise UserError("give a launch script, or a command line after --")
     else:
         path, *arguments = options.script
         text = read_text(path)
-        script = read(text, given, arguments, Path(path).parent)
+        script = read(text, given, [*arguments, *command], Path(path).parent)
         batch = {**slurm(text), **given}
         launches = [find(c.words, c.line, c.environment, batch) for c in script.commands]
     found = list(dict.fromkeys(launch for launch in launches if launch is not None))

@@ -197,6 +197,8 @@ def _judged(words: tuple[str, ...], vocabulary: Vocabulary) -> Finding:
         note = f"-> {' '.join(verdict.tokens)}" if verdict.kind == "renamed" else row.why
         if row.status == "refused":
             note = "asks for nothing"
+        if verdict.kind == "renamed" and row.is_fallback:
+            note += ", unless another flag says otherwise"
         return Finding(words, verdict.kind, note, row)
     except UserError as error:
         return Finding(words, "malformed", str(error))

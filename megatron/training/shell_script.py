@@ -41,7 +41,8 @@ DECLARING = ("export", "declare", "local", "readonly", "typeset")
 SHELLS = ("bash", "sh", "zsh", "dash")
 MOST_ROUNDS = 1000
 MOST_DEPTH = 50
-SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]\s*(\S+)", re.MULTILINE)
+SBATCH = re.compile(r"^#SBATCH\b([^#\n]*)", re.MULTILINE)
+SBATCH_OPTION = re.compile(r"(?<!\S)(--?[A-Za-z][\w-]*)[=\s]\s*([^\s-]\S*)")
 SLURM_VARIABLES = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -106,7 +107,8 @@ def read(
 def slurm(text: str) -> dict[str, str]:
     """Return the variables that Slurm sets from a script's ``#SBATCH`` lines."""
     values: dict[str, str] = {}
-    for option, value in SBATCH.findall(text):
+    options = [pair for line in SBATCH.findall(text) for pair in SBATCH_OPTION.findall(line)]
+    for option, value in options:
         number = value.rpartition(":")[2] if option in ("--gres", "--gpus-per-node") else value
         values |= dict.fromkeys(SLURM_VARIABLES.get(option, ()), number)
     return values
@@ -166,14 +168,28 @@ class _Reader:
     def _for(self, node: Node) -> bool | None:
         assert isinstance(node, For)
         words = [word for raw in node.words for word in fields(raw, self.variables)]
-        if not node.name:  # for (( ... )): once is enough to see the commands
-            self.run(node.body)
-            return True
+        if not node.name:
+            return self._counted(node)
         for word in words[:MOST_ROUNDS]:
             if word and self.variables.emptied(word) == "":
                 continue  # a variable that nothing sets
             self.variables.set(node.name, word)
             self.run(node.body)
+        return True
+
+    def _counted(self, node: For) -> bool | None:
+        """Follow ``for ((start; condition; step))``; once if it hangs on something unknown."""
+        start, condition, step, *_ = [*node.words[0].split(";"), "", "", ""]
+        self._let(start)
+        for _ in range(MOST_ROUNDS):
+            try:
+                if not arithmetic(condition, self.variables):
+                    return True
+            except Unknown:
+                self.run(node.body)
+                return None
+            self.run(node.body)
+            self._let(step)
         return True
 
     def _while(self, node: Node) -> bool | None:

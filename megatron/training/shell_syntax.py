@@ -76,7 +76,7 @@ class If:
 
 @dataclass
 class For:
-    """``for name in words``."""
+    """``for name in words``; ``for ((...))`` has no name and its header for a word."""
 
     name: str
     words: list[str]
@@ -392,7 +392,9 @@ class _Parser:
         self._take("do", "{")
         body = self._list(("done", "}"))
         self._take("done", "}")
-        return For(token.text if token.kind == "word" else "", words, body)
+        if token.kind == "arithmetic":
+            return For("", [token.text], body)
+        return For(token.text, words, body)
 
     def _while(self) -> Node:
         negates = self._take().text == "until"

@@ -1,10 +1,14 @@
 """What a transformer is made of; every choice that changes the function it computes."""
 
+import ast
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
+
+MOST_LAYERS = 100_000
+"""Longest layer pattern."""
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
@@ -18,26 +22,46 @@ def parse_window(text: str) -> tuple[int, int] | None:
 
 
 def parse_pattern(text: str) -> int | tuple[int, ...]:
-    """Return a frequency, or one number per layer from an expression such as ``([0]*3+[1]*58)``.
+    """Return a frequency, or one number per layer from an expression such as ``([0]*3+[1]*2)*4``.
 
     Only integers, lists, ``+`` and ``*`` are understood; nothing is evaluated as code.
     """
-    text = text.strip()
-    if text.lstrip("-").isdigit():
-        return int(text)
-    total: list[int] = []
-    for term in text.removeprefix("(").removesuffix(")").split("+"):
-        body, _, repeat = term.strip().partition("*")
-        try:
-            items = [
-                int(item) for item in body.strip().removeprefix("[").removesuffix("]").split(",")
-            ]
-            total += items * (int(repeat) if repeat else 1)
-        except ValueError:
-            raise UserError(
-                f"a layer pattern is a number or lists such as ([0]*3+[1]*58); not {text!r}"
-            ) from None
-    return tuple(total)
+    try:
+        value = _pattern(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise UserError(
+            f"a layer pattern is a number or lists such as ([0]*3+[1]*58); not {text!r}"
+        ) from None
+    return value if isinstance(value, int) else tuple(value)
+
+
+def _pattern(node: ast.expr) -> int | list[int]:
+    """Return the value of a part of a pattern."""
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            values = [_pattern(item) for item in items]
+            if all(isinstance(value, int) for value in values):
+                return [value for value in values if isinstance(value, int)]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as sign, right=right):
+            return _combined(_pattern(left), isinstance(sign, ast.Add), _pattern(right))
+    raise ValueError(ast.dump(node))
+
+
+def _combined(a: int | list[int], adds: bool, b: int | list[int]) -> list[int]:
+    if adds and isinstance(a, list) and isinstance(b, list):
+        return a + b
+    items, count = (a, b) if isinstance(a, list) else (b, a)
+    if adds or not isinstance(items, list) or not isinstance(count, int):
+        raise ValueError("lists are added to lists and repeated by numbers")
+    if len(items) * count > MOST_LAYERS:
+        raise ValueError("too long")
+    return items * count
 
 
 class PositionConfig(Config):
