@@ -210,6 +210,11 @@ def specs(cls: type[Config]) -> dict[str, Spec]:
     Raises:
         TypeError: two fields share a name or a flag, or a type cannot be read from a flag.
     """
+    return dict(_specs(cls))  # type: ignore[arg-type]  # classes hash by identity
+
+
+@functools.cache
+def _specs(cls: type[Config]) -> dict[str, Spec]:
     found: dict[str, Spec] = {}
     spelled: dict[str, str] = {}
     for spec in _walk(cls):
@@ -272,8 +277,13 @@ def _classes(cls: type[Config]) -> Iterator[type[Config]]:
     yield cls
 
 
-def _fields(cls: type[Config]) -> dict[str, tuple[type[Config] | None, Any]]:
+def _fields(cls: type[Config]) -> Mapping[str, tuple[type[Config] | None, Any]]:
     """Return name -> (nested config class or None, resolved type)."""
+    return _resolved(cls)  # type: ignore[arg-type]  # classes hash by identity
+
+
+@functools.cache
+def _resolved(cls: type[Config]) -> Mapping[str, tuple[type[Config] | None, Any]]:
     hints = typing.get_type_hints(cls)
     result: dict[str, tuple[type[Config] | None, Any]] = {}
     for item in dataclasses.fields(cls):  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ stand in it. Its columns:
     why       one clause, for the message and the documentation
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -89,6 +90,7 @@ class Row:
         return f"{text}; {self.instead}" if self.instead else text
 
 
+@functools.cache
 def load() -> Mapping[str, Row]:
     """Return the table by flag."""
     source = resources.files("megatron.training").joinpath("flag_status.tsv")
