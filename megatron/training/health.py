@@ -6,7 +6,6 @@ it was seen and which samples it had; `--skip-non-finite-iterations N` skips up 
 instead.
 """
 
-import math
 from collections import deque
 
 from megatron.training.config import HealthConfig
@@ -56,14 +55,13 @@ class Health:
         )
         raise RunFailed(f"iteration {iteration}: {what}; {described(samples)}. {advice}")
 
-    def finite(self, loss: float, iteration: int, samples: range) -> None:
-        """Count an iteration whose loss and gradients are finite.
+    def check_spike(self, loss: float, iteration: int, samples: range) -> None:
+        """Look at a finite loss before its gradients reach the weights.
 
         Raises:
             RunFailed: the loss is a spike and those are looked for.
         """
-        self.consecutive = 0
-        if self._losses is None or not math.isfinite(loss):
+        if self._losses is None:
             return
         if len(self._losses) >= SPIKE_MINIMUM and loss > SPIKE_FACTOR * max(self._losses):
             raise RunFailed(
@@ -72,7 +70,12 @@ class Health:
                 f"{described(samples)}. Drop --check-for-spiky-loss to go on, or leave the "
                 f"iteration out with --iterations-to-skip {iteration}"
             )
-        self._losses.append(loss)
+
+    def finite(self, loss: float) -> None:
+        """Count an iteration whose loss and gradients were finite; it has been trained on."""
+        self.consecutive = 0
+        if self._losses is not None:
+            self._losses.append(loss)
 
 
 def described(samples: range) -> str:

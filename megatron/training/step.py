@@ -5,8 +5,8 @@
     gradients            -> summed over replicas
     optimizer            -> one scale for denominator and clipping, update
 
-A batch without a valid token, and one whose loss or gradient is not finite, leaves the weights as
-they are. What happens then is `health`'s to say.
+A batch without a valid token, and one whose loss or gradient is not finite or whose loss is a
+spike that is looked for, leaves the weights as they are. What happens then is `health`'s to say.
 """
 
 import math
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.optimizer import StepResult as Update
+from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.rng import DropoutKey
 from megatron.training.batches import Batch
 from megatron.training.health import Health
@@ -109,6 +108,7 @@ class TrainStep:
             return StepResult(totals=totals, grad_norm=None, skipped=True, nan=True)
         if totals.tokens == 0:
             return StepResult(totals=totals, grad_norm=None, skipped=True)
+        self.health.check_spike(totals.loss, plan.iteration, plan.samples)
         with self.timers.measure("optimizer"):
             update = self.optimizer.step(
                 nominal / totals.denominator,
@@ -142,7 +142,7 @@ class TrainStep:
                 what += f" (not finite: {', '.join(names[:3])}{' ...' if names[3:] else ''})"
             self.health.non_finite(what, plan.iteration, plan.samples)
         else:
-            self.health.finite(totals.loss, plan.iteration, plan.samples)
+            self.health.finite(totals.loss)
         return StepResult(
             totals=totals,
             grad_norm=update.grad_norm,

@@ -34,22 +34,22 @@ def stopper(save: Path | None = None, now: float = 1000.0, **changes: object) ->
 
 def test_a_spike_stops_only_when_asked_and_after_a_start() -> None:
     health = Health(HealthConfig(check_for_spiky_loss=True))
-    health.finite(50.0, 1, SAMPLES)
-    for iteration in range(2, 12):
-        health.finite(5.0, iteration, SAMPLES)
-    health.finite(499.0, 12, SAMPLES)
+    for iteration, loss in enumerate([50.0] + 10 * [5.0] + [499.0], start=1):
+        health.check_spike(loss, iteration, SAMPLES)
+        health.finite(loss)
     with pytest.raises(RunFailed, match="iteration 13: loss 5000 .* samples 8 to 11"):
-        health.finite(5000.0, 13, SAMPLES)
+        health.check_spike(5000.0, 13, SAMPLES)
     quiet = Health(HealthConfig())
     for iteration in range(20):
-        quiet.finite(1e9 if iteration == 19 else 1.0, iteration, SAMPLES)
+        quiet.check_spike(1e9 if iteration == 19 else 1.0, iteration, SAMPLES)
+        quiet.finite(1.0)
 
 
 def test_a_good_iteration_resets_the_count_of_bad_ones() -> None:
     health = Health(HealthConfig(skip_non_finite_iterations=1))
     for iteration in (1, 3, 5):
         health.non_finite("loss is nan", iteration, SAMPLES)
-        health.finite(1.0, iteration + 1, SAMPLES)
+        health.finite(1.0)
     health.non_finite("loss is nan", 7, SAMPLES)
     with pytest.raises(RunFailed, match="2 in a row"):
         health.non_finite("loss is nan", 8, SAMPLES)

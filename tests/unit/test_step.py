@@ -273,3 +273,15 @@ def test_in_training_a_microbatch_without_valid_tokens_counts_as_a_loss_of_zero(
     result, _, _ = run(batch, 1, per_token=False)
     losses = Tiny()(batch["tokens"], batch["labels"])[0, :90]
     assert result.totals.loss == pytest.approx(losses.mean().item() / 2, rel=1e-12)
+
+
+def test_a_spike_ends_the_run_before_it_reaches_the_weights() -> None:
+    step = make_step(health=HealthConfig(check_for_spiky_loss=True))
+    batch = global_batch([100] * 4)
+    for _ in range(10):
+        step.health.finite(0.01)
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    with pytest.raises(RunFailed, match="iteration 3: loss"):
+        run(batch, 2, step=step)
+    for old, parameter in zip(before, step.model.parameters(), strict=True):
+        assert torch.equal(old, parameter)

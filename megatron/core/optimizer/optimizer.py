@@ -8,7 +8,7 @@
 Nothing about the rate is kept here: the schedule gives it for every step. The gradient's scale (one
 over the number of tokens) and the clip factor become one number that the fused update applies, so
 that no extra pass over the gradients is made. A gradient that is not finite leaves weights, states
-and the step count as they were; the caller reads `StepResult` when it wants to know, and only then
+and the step count as they were; the caller reads the `Update` when it wants to know, and only then
 waits for the device.
 """
 
@@ -55,7 +55,7 @@ RULES: dict[str, type[Adam] | type[SGD]] = {"adam": Adam, "sgd": SGD}
 
 
 @dataclass(frozen=True)
-class StepResult:
+class Update:
     """What one step did; every tensor is a scalar on the device."""
 
     grad_norm: Tensor
@@ -123,7 +123,7 @@ class Optimizer:
         lr: float,
         weight_decay: float,
         count_zeros: bool = False,
-    ) -> StepResult:
+    ) -> Update:
         """Update every weight from ``gradient_scale`` times its summed gradient.
 
         Afterwards the gradients are used up (scaled, or not, as the update rule likes), unless they
@@ -144,7 +144,7 @@ class Optimizer:
         self._step += 1 - found
         options = groups.settings(lr, weight_decay)
         for shard in self.shards:
-            inverse = self._scale(shard, scale)
+            inverse = self._apply_scale(shard, scale)
             for group, part in shard.segments():
                 self._rule.update(
                     shard.main[part],
@@ -156,10 +156,10 @@ class Optimizer:
                     found_nonfinite=found,
                 )
             shard.publish()
-        return StepResult(norm, found, num_zeros)
+        return Update(norm, found, num_zeros)
 
-    def _scale(self, shard: Shard, scale: Tensor) -> Tensor | None:
-        """Return the fp32 divisor for the fused update, or scale the gradients here."""
+    def _apply_scale(self, shard: Shard, scale: Tensor) -> Tensor | None:
+        """Return the fp32 divisor that applies ``scale`` in the update; None: it is applied."""
         if shard.grad.dtype == torch.float64:
             shard.grad *= scale  # the fused update would round the scale to fp32
             return None
