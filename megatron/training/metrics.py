@@ -41,6 +41,8 @@ class Iteration:
     loss_scale: Number = 1.0
     skipped: bool = False
     nan: bool = False
+    left_out: bool = False
+    """By request (--iterations-to-skip): nothing was computed, so rates leave it out too."""
     elapsed_ms: float
 
 
@@ -79,7 +81,7 @@ class Metrics:
         self._pending: list[Iteration] = []
         self._pending_memory: list[int] = []
         self._interval: list[dict[str, Any]] = []
-        self._seen = 0
+        self._warmed_up = False
 
     def add(self, iteration: Iteration) -> None:
         """Take the numbers of one iteration."""
@@ -110,10 +112,10 @@ class Metrics:
         self._out(
             log_line.training_line(
                 now or datetime.now(),
-                summarise(rows, self._facts, self._show_throughput, first=self._seen == 0),
+                summarise(rows, self._facts, self._show_throughput, first=not self._warmed_up),
             )
         )
-        self._seen += len(rows)
+        self._warmed_up |= any(not row["left_out"] for row in rows)
 
     def validation(
         self,
@@ -151,7 +153,8 @@ class Metrics:
     def _row(self, one: Iteration, numbers: dict[str, float], memory: int) -> dict[str, Any]:
         facts = self._facts
         size, seconds = len(one.samples), one.elapsed_ms / 1e3
-        flops = facts.flops_per_sample * size / seconds / facts.world_size if seconds else math.nan
+        rate = size / seconds if seconds and not one.left_out else None
+        flops = None if rate is None else facts.flops_per_sample * rate / facts.world_size
         row: dict[str, Any] = {
             "iteration": one.iteration,
             "consumed_samples": one.consumed_samples,
@@ -164,8 +167,8 @@ class Metrics:
             "loss_scale": numbers["loss_scale"],
             "skipped": one.skipped,
             "elapsed_ms": one.elapsed_ms,
-            "tokens_per_second": size * facts.seq_length / seconds if seconds else None,
-            "mfu": flops / facts.peak_flops if facts.peak_flops else None,
+            "tokens_per_second": None if rate is None else facts.seq_length * rate,
+            "mfu": flops / facts.peak_flops if flops is not None and facts.peak_flops else None,
             "memory_bytes": memory,
             "attempt": facts.attempt,
             "nan": one.nan,
@@ -173,7 +176,8 @@ class Metrics:
             "first_sample": one.samples.start,
             "last_sample": one.samples.stop - 1,
             "skipped_samples": one.skipped_samples,
-            "throughput": flops / 1e12,
+            "left_out": one.left_out,
+            "throughput": None if flops is None else flops / 1e12,
         }
         for name in ("num_zeros", "params_norm"):
             if name in numbers:
@@ -187,8 +191,8 @@ def summarise(
 ) -> log_line.Interval:
     """Return what the rows of a log interval amount to.
 
-    The loss is the mean over the iterations that were not skipped. Rates leave out the run's first
-    iteration, which pays for warming up, when the interval has others.
+    The loss is the mean over the iterations that were not skipped. Rates are those of iterations
+    that were computed, without the run's first, which pays for warming up, if there are others.
     """
     last = rows[-1]
     trained = [row for row in rows if not row["skipped"]]
@@ -197,7 +201,8 @@ def summarise(
     for name in names:
         values = [row[name] for row in trained if row.get(name) is not None]
         losses[name.replace("_", " ")] = math.fsum(values) / len(values) if values else math.nan
-    warm = rows[1:] if first and len(rows) > 1 else rows
+    computed = [row for row in rows if not row["left_out"]]
+    warm = computed[1:] if first and len(computed) > 1 else computed
     warm_seconds = math.fsum(row["elapsed_ms"] for row in warm) / 1e3
     tokens = sum(row["global_batch_size"] for row in warm) * facts.seq_length
     left = facts.train_iters - last["iteration"]
@@ -217,9 +222,9 @@ def summarise(
         params_norm=last.get("params_norm"),
         skipped=len(rows) - len(trained),
         nan=sum(row["nan"] for row in rows),
-        throughput=_mean_throughput(warm, facts) if show_throughput else None,
+        throughput=_mean_throughput(warm, facts) if show_throughput and warm else None,
         tokens_per_second=tokens / warm_seconds if warm_seconds else None,
-        eta_seconds=warm_seconds / len(warm) * left,
+        eta_seconds=warm_seconds / len(warm) * left if warm else None,
         epochs=facts.epochs(last["consumed_samples"]),
     )
 

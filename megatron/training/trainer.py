@@ -169,6 +169,7 @@ class Trainer:
                 params_norm=norm,
                 skipped=result.skipped,
                 nan=result.nan,
+                left_out=plan.iteration in self.skipped,
                 elapsed_ms=1e3 * seconds,
             )
         )

@@ -259,3 +259,25 @@ def test_wandb_asks_for_a_name_and_its_package(
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
     with pytest.raises(UserError, match="--wandb-exp-name"):
         Wandb(LoggingConfig(wandb_project="p"), str(tmp_path), {})
+
+
+def test_iterations_left_out_by_request_do_not_enter_rates(tmp_path: Path) -> None:
+    path, lines = tmp_path / "metrics.jsonl", list[str]()
+    metrics = Metrics(
+        facts(peak_flops=40e12), [JsonLines(str(path))], lines.append, show_throughput=True
+    )
+    nothing = {"skipped": True, "left_out": True, "elapsed_ms": 0.1, "grad_norm": None}
+    metrics.add(iteration(1, **nothing))
+    metrics.add(iteration(2, elapsed_ms=10_000.0))
+    metrics.add(iteration(3, **nothing))
+    metrics.add(iteration(4, elapsed_ms=100.0))
+    metrics.print_line(NOW)
+    # Of the computed iterations the first warms up; 4 samples of 8 tokens in 0.1 s; 96 x 0.1 s.
+    assert "throughput per GPU (TFLOP/s/GPU): 20.0 |" in lines[0]
+    assert "tokens per second: 320 |" in lines[0] and "ETA: 0:00:10 |" in lines[0]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["tokens_per_second"] for row in rows] == [None, 3.2, None, 320.0]
+    assert [row["mfu"] for row in rows] == [None, 0.005, None, 0.5]
+    metrics.add(iteration(5, **nothing))
+    metrics.print_line(NOW)
+    assert "tokens per second" not in lines[1] and "throughput" not in lines[1]
