@@ -114,8 +114,14 @@ def check(is_external: bool, data: Any) -> None:
     """Refuse data sets where loaders are asked for, and the other way round.
 
     Raises:
-        UserError: ``data``, what ``build_datasets`` returned, does not suit --dataloader-type.
+        UserError: ``data``, what ``build_datasets`` returned, does not suit --dataloader-type, or
+            does not name each of several validation sets.
     """
+    if len(data.valid) > 1 and len(data.valid_names) != len(data.valid):
+        raise UserError(
+            f"this program returns {len(data.valid)} validation sets and {len(data.valid_names)} "
+            "names: let its build_datasets give one name for each in valid_names"
+        )
     sets = [one for one in (data.train, *data.valid, data.test) if one is not None]
     if any(callable(one) != is_external for one in sets):
         raise UserError(

@@ -328,10 +328,10 @@ class Job:
 
         iterations = config.validation.eval_iters
         whole = -1 if config.data.full_validation else iterations
-        names = list(data.valid_names) if len(data.valid) > 1 else [""]
+        names = list(data.valid_names) if len(data.valid) > 1 else [""] * len(data.valid)
         validation = [
             opened(dataset, name, f"valid {name}".strip(), whole)
-            for dataset, name in zip(data.valid, names, strict=False)
+            for dataset, name in zip(data.valid, names, strict=True)
         ]
         test = [opened(data.test, "", "test", iterations)] if data.test is not None else []
         evaluator = Evaluator(model, self.program.forward_step, self._objective())

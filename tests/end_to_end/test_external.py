@@ -123,6 +123,9 @@ def test_what_a_user_can_get_wrong(run: Callable[..., int]) -> None:
         run(short, "--train-iters", 3, "--dataloader-type", "single", "--mock-data")
     with pytest.raises(UserError, match="builds data sets, no loaders"):
         run(Loaders(train=[{}]), "--train-iters", 3)  # type: ignore[arg-type]
+    unnamed = Loaders(train=Counting(), valid=[Counting(), Counting()], valid_names=["a"])
+    with pytest.raises(UserError, match="2 validation sets and 1 names"):
+        run(unnamed, "--train-iters", 3)
     with pytest.raises(UserError, match="loaders have no length"):
         run(short, "--train-iters", 3, "--eval-iters", -1)
     with pytest.raises(UserError, match="pretrain_gpt.py brings no loaders of its own"):
