@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron.core.datasets import samples
 from megatron.core.datasets.blended import BlendedDataset, Dataset
 from megatron.core.datasets.builder import Built, Sizes
 from megatron.core.datasets.config import DataConfig
@@ -66,10 +67,13 @@ def sizes(config: RunConfig, say: Say) -> Sizes:
 
 
 def index_lines(data: RunData) -> Iterator[str]:
-    """Yield how many index files were there and how many had to be built."""
+    """Yield how many index files were there, how many had to be built, and by what."""
     if isinstance(data, Built) and data.files:
         states = list(data.files.values())
         yield f"index: {states.count('hit')} files found, {states.count('built')} built"
+        if "built" in states:
+            numpy = "numpy (the helper is not compiled)"
+            yield f"index arrays by {numpy if samples.HELPERS is None else 'the compiled helper'}"
 
 
 def unneeded(config: DataConfig) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 def _compiled() -> ModuleType | None:
     try:
         return importlib.import_module("megatron.core.datasets.index_helpers")
-    except ImportError:  # not compiled: numpy does the same
+    except ModuleNotFoundError:  # not compiled: numpy does the same; a broken one is an error
         return None
 
 
@@ -142,9 +142,10 @@ def sample_index(
 ) -> npt.NDArray[Any]:
     """Return where each sample starts, and after the last one where the next would.
 
-    Sample ``i`` ends with stream token ``i * seq_length + extra - 1`` of its successor's count:
-    the start of the next is looked up through that token, which never lies in an empty document,
-    and without an extra token may stand at the very end of its document.
+    Sample ``i`` starts at stream token ``i * seq_length``. Its place is found through the token
+    ``extra - 1`` further on, the last one that sample ``i - 1`` reads: that token exists, so it
+    never lies in an empty document, and ``extra - 1`` is taken off the offset again. Without an
+    extra token the place may thus be the very end of a document.
     """
     wide = len(document) > INT32_MAX or int(lengths.max()) > INT32_MAX
     dtype = np.int64 if wide else np.int32
