@@ -394,7 +394,7 @@ class RunConfig(Config):
         return self.parallel.data_parallel_size(self.process.world_size)
 
     @property
-    def samples_per_step(self) -> int:
+    def samples_per_pass(self) -> int:
         """Return the samples that all replicas take in one pass: the unit of the global batch."""
         return self.training.micro_batch_size * self.data_parallel_size
 
@@ -410,7 +410,7 @@ class RunConfig(Config):
         else:
             sizes = BatchSizes.constant(training.global_batch_size)
         if training.decrease_batch_size_if_needed:
-            return round_down(sizes, self.samples_per_step)
+            return round_down(sizes, self.samples_per_pass)
         return sizes
 
     @property

@@ -52,7 +52,7 @@ def place_of(config: RunConfig, position: int) -> Place:
     number = position - config.batch_sizes.samples(iteration - 1)
     micro = config.training.micro_batch_size
     return Place(
-        iteration, number // config.samples_per_step, number // micro % config.data_parallel_size
+        iteration, number // config.samples_per_pass, number // micro % config.data_parallel_size
     )
 
 

@@ -106,7 +106,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
     training, replicas = config.training, config.data_parallel_size
     yield (
         f"micro-batch {training.micro_batch_size} x {replicas} replicas x "
-        f"{config.batch_sizes.final // config.samples_per_step} microbatches = "
+        f"{config.batch_sizes.final // config.samples_per_pass} microbatches = "
         f"global batch {config.batch_sizes.final}"
     )
     if not config.batch_sizes.is_constant:

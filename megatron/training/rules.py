@@ -163,7 +163,7 @@ def experts_need_an_expert_model(config: RunConfig, origins: Origins) -> None:
 
 def batch_divides(config: RunConfig, origins: Origins) -> None:
     """The global batch is a whole number of microbatches on every replica."""
-    training, unit = config.training, config.samples_per_step
+    training, unit = config.training, config.samples_per_pass
     size = training.global_batch_size
     if training.step_batch_size_schedule is not None or training.decrease_batch_size_if_needed:
         if size < unit and training.step_batch_size_schedule is None:
@@ -201,7 +201,7 @@ def ramp_up_reaches_the_batch(config: RunConfig, origins: Origins) -> None:
             f"{name}: steps of {increment} from {start} do not reach --global-batch-size "
             f"({final}); try --global-batch-size {nearest_of(reached, final)}"
         )
-    unit = config.samples_per_step
+    unit = config.samples_per_pass
     if not training.decrease_batch_size_if_needed and (start % unit or increment % unit):
         raise UserError(
             f"{name}: START and INCREMENT must be divisible by {_unit_text(config)}; try START "
@@ -217,10 +217,10 @@ def batch_steps_divide(config: RunConfig, origins: Origins) -> None:
         return
     sizes = config.batch_sizes
     for size in sizes.sizes:
-        if size % config.samples_per_step:
+        if size % config.samples_per_pass:
             raise UserError(
                 f"--step-batch-size-schedule: size {size} is not divisible by "
-                f"{_unit_text(config)}; try {nearest_multiples(size, config.samples_per_step)}"
+                f"{_unit_text(config)}; try {nearest_multiples(size, config.samples_per_pass)}"
             )
     if origins["global_batch_size"] in ("flag", "file") and (
         training.global_batch_size != sizes.final
