@@ -4,12 +4,13 @@ A `Mesh` is passed to whatever communicates. Axes of size 1 have no group, and e
 no-op on them, so the serial model is the parallel model on `Mesh.serial`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.grid import Grid, ParallelConfig
+from megatron.core.grid import ParallelConfig
 
 # The axes of each grid, and the joint ones that some sum runs over.
 DENSE_AXES = {
@@ -97,18 +98,28 @@ class Mesh:
         axes = {}
         for grid, joint in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
             for name, members in joint.items():
-                axes[name] = _bind(name, grid, members, rank)
+                axes[name] = bind(name, grid.groups(*members), rank)
         everyone = tuple(range(world_size))
         world_group = dist.group.WORLD if world_size > 1 else None
         axes["world"] = Axis("world", everyone, rank, world_group)
         return cls(axes, rank, device)
 
 
-def _bind(name: str, grid: Grid, members: tuple[str, ...], rank: int) -> Axis:
-    mine = grid.peers(rank, *members)
+def bind(name: str, groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
+    """Make the process groups of one axis, and return it as ``rank`` sees it.
+
+    A collective of the whole world: every rank must bind the same axes in the same order, each with
+    all of its groups in one order, whether it is in them or not.
+
+    Args:
+        name: of the axis.
+        groups: the global ranks of each group, in coordinate order; they part the world.
+        rank: this process's.
+    """
+    mine = next(ranks for ranks in groups if rank in ranks)
     group = None
     if len(mine) > 1:
-        for ranks in grid.groups(*members):
+        for ranks in groups:
             made = dist.new_group(list(ranks))
             if ranks == mine:
                 group = made

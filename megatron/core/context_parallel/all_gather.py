@@ -7,16 +7,17 @@ One large collective in place of the ring's many small ones, at the price of all
 memory while the layer works; between forward and backward a rank holds its share alone.
 
 (Dubey et al., 2024, section 3.3.2.)
+
+Shapes: s positions of a rank, B batch, n heads, g query groups, D head size, E value head size,
+X = D + E.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.context_parallel.share import Seen, begin, end, gradients, resume
+from megatron.core.context_parallel.share import Exchange, Seen, Share, attend
 from megatron.core.kernels.attention import NONE, Extras, Rule
+from megatron.core.kernels.ring_block import Rows
 from megatron.core.mesh import Axis
 
 
@@ -30,36 +31,21 @@ def gathered_attention(
     axis: Axis,
 ) -> Tensor:
     """Return what `ring_attention` returns."""
-    out: Tensor = _Gathered.apply(q_sBnD, k_sBgD, v_sBgE, extras.sink_n, rule, extras, axis)
-    return out
+    return attend(q_sBnD, k_sBgD, v_sBgE, rule, extras, Exchange(axis, _forward, _backward))
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        rule: Rule,
-        extras: Extras,
-        axis: Axis,
-    ) -> Tensor:
-        share, own = begin(ctx, q, k, v, rule, extras, axis)
-        seen: Seen = {}
-        for source, kv in enumerate(comm.all_gather(own, axis).chunk(axis.size)):
-            share.see(kv, source, seen)
-        return end(ctx, share, own, sink, seen)
+def _forward(share: Share, kv_BgsX: Tensor, seen: Seen) -> None:
+    axis = share.axis
+    for source, part_BgsX in enumerate(comm.all_gather(kv_BgsX, axis).chunk(axis.size)):
+        share.see(part_BgsX, source, seen)
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        share, own, rows, grad_sink = resume(ctx, grad_out)
-        axis = share.axis
-        everyone = comm.all_gather(own, axis)
-        grads = share.no_gradient(everyone)
-        parts = zip(everyone.chunk(axis.size), grads.chunk(axis.size), strict=True)
-        for source, (kv, grad_kv) in enumerate(parts):
-            share.back(kv, source, rows, grad_kv)
-        home = comm.reduce_scatter(grads, axis)
-        return (*gradients(share, rows, home), grad_sink, None, None, None)
+
+def _backward(share: Share, kv_BgsX: Tensor, rows: Rows) -> Tensor:
+    axis = share.axis
+    # Every rank's, one after the other along the batch.
+    everyone = comm.all_gather(kv_BgsX, axis)
+    grads = share.no_gradient(everyone)
+    parts = zip(everyone.chunk(axis.size), grads.chunk(axis.size), strict=True)
+    for source, (part_BgsX, grad_BgsX) in enumerate(parts):
+        share.back(part_BgsX, source, rows, grad_BgsX)
+    return comm.reduce_scatter(grads, axis)

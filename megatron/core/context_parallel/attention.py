@@ -12,14 +12,12 @@ masks are those of the whole sample, so that a layer chooses once and calls it a
 from dataclasses import dataclass
 from functools import partial
 
-import torch.distributed as dist
-
 from megatron.core.context_parallel.all_gather import gathered_attention
 from megatron.core.context_parallel.checks import KINDS
 from megatron.core.context_parallel.ring import ring_attention
 from megatron.core.context_parallel.ulysses import ulysses_attention
 from megatron.core.kernels.attention import AttentionFunction
-from megatron.core.mesh import Axis
+from megatron.core.mesh import Axis, bind
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,9 @@ def context_attention(kind: str, axes: ContextAxes, attend: AttentionFunction) -
 
 
 def split_axis(groups: list[tuple[int, ...]], axis: Axis, inner: int) -> ContextAxes:
-    """Make the two axes of ``a2a+p2p``; a collective of the whole world.
+    """Make the two axes of ``a2a+p2p``; a collective of the whole world (`mesh.bind`).
+
+    The inner axis's groups are made first, then the outer's, after those of the mesh.
 
     Args:
         groups: the ranks of every context-parallel group of the world, in one order on all ranks.
@@ -69,16 +69,5 @@ def split_axis(groups: list[tuple[int, ...]], axis: Axis, inner: int) -> Context
     near = [ranks[i * inner : (i + 1) * inner] for ranks in groups for i in range(outer)]
     far = [ranks[i::inner] for ranks in groups for i in range(inner)]
     me = axis.ranks[axis.coordinate]
-    parts = (_bind(f"{axis.name}_inner", near, me), _bind(f"{axis.name}_outer", far, me))
+    parts = (bind(f"{axis.name}_inner", near, me), bind(f"{axis.name}_outer", far, me))
     return ContextAxes(axis, *parts)
-
-
-def _bind(name: str, groups: list[tuple[int, ...]], rank: int) -> Axis:
-    mine = next(ranks for ranks in groups if rank in ranks)
-    group = None
-    if len(mine) > 1:
-        for ranks in groups:
-            made = dist.new_group(list(ranks))
-            if ranks == mine:
-                group = made
-    return Axis(name, mine, mine.index(rank), group)

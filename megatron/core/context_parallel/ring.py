@@ -8,16 +8,17 @@ is not its keys' own, follows them, and comes home with the last shift; what a r
 give stays there. A rank holds its share of the sequence and, while it works, two more of k and v.
 
 (Liu et al., 2023; zig-zag: Brandon et al., 2023.)
+
+Shapes: s positions of a rank, B batch, n heads, g query groups, D head size, E value head size,
+X = D + E.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.context_parallel.share import Seen, begin, end, gradients, resume
+from megatron.core.context_parallel.share import Exchange, Seen, Share, attend
 from megatron.core.kernels.attention import NONE, Extras, Rule
+from megatron.core.kernels.ring_block import Rows
 from megatron.core.mesh import Axis
 
 
@@ -35,53 +36,37 @@ def ring_attention(
     Every rank of ``axis`` holds the positions that `partition.spans` gives it. The gradient of a
     sink is this rank's part.
     """
-    out: Tensor = _Ring.apply(q_sBnD, k_sBgD, v_sBgE, extras.sink_n, rule, extras, axis)
-    return out
+    return attend(q_sBnD, k_sBgD, v_sBgE, rule, extras, Exchange(axis, _forward, _backward))
 
 
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        rule: Rule,
-        extras: Extras,
-        axis: Axis,
-    ) -> Tensor:
-        share, own = begin(ctx, q, k, v, rule, extras, axis)
-        seen: Seen = {}
-        kv = own
-        for step in range(axis.size):
-            last = step == axis.size - 1
-            following = None if last else comm.shift(kv, axis)
-            share.see(kv, (axis.coordinate - step) % axis.size, seen)
-            if following is not None:
-                kv = following.wait()
-        return end(ctx, share, own, sink, seen)
+def _forward(share: Share, kv_BgsX: Tensor, seen: Seen) -> None:
+    axis = share.axis
+    for step in range(axis.size):
+        last = step == axis.size - 1
+        following = None if last else comm.shift(kv_BgsX, axis)
+        share.see(kv_BgsX, (axis.coordinate - step) % axis.size, seen)
+        if following is not None:
+            kv_BgsX = following.wait()
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        share, kv, rows, grad_sink = resume(ctx, grad_out)
-        axis = share.axis
-        home = travelling = None
-        for step in range(axis.size):
-            last = step == axis.size - 1
-            following = None if last else comm.shift(kv, axis)
-            grad_kv = share.no_gradient(kv)
-            share.back(kv, (axis.coordinate - step) % axis.size, rows, grad_kv)
-            if home is None:
-                home = grad_kv
-            else:
-                if travelling is not None:
-                    grad_kv += travelling.wait()
-                # Under way during the next block.
-                travelling = comm.shift(grad_kv, axis)
-            if following is not None:
-                kv = following.wait()
-        assert home is not None
-        if travelling is not None:
-            home += travelling.wait()
-        return (*gradients(share, rows, home), grad_sink, None, None, None)
+
+def _backward(share: Share, kv_BgsX: Tensor, rows: Rows) -> Tensor:
+    axis = share.axis
+    home_BgsX = travelling = None
+    for step in range(axis.size):
+        last = step == axis.size - 1
+        following = None if last else comm.shift(kv_BgsX, axis)
+        grad_kv_BgsX = share.no_gradient(kv_BgsX)
+        share.back(kv_BgsX, (axis.coordinate - step) % axis.size, rows, grad_kv_BgsX)
+        if home_BgsX is None:
+            home_BgsX = grad_kv_BgsX
+        else:
+            if travelling is not None:
+                grad_kv_BgsX += travelling.wait()
+            # Under way during the next block.
+            travelling = comm.shift(grad_kv_BgsX, axis)
+        if following is not None:
+            kv_BgsX = following.wait()
+    assert home_BgsX is not None
+    if travelling is not None:
+        home_BgsX += travelling.wait()
+    return home_BgsX

@@ -1,14 +1,15 @@
 """One rank's queries against the keys of any rank: what the ring and the all-gather have in common.
 
-Both bring the keys and values of every rank here, one rank's at a time or all at once. Each rank's
-are two runs of positions (`partition`), so that there are up to four blocks per pair of ranks;
-those that are wholly masked are skipped, which leaves every rank the same work under a causal mask.
+`attend` is one autograd function for both; an `Exchange` says how the keys and values of every rank
+get here, one rank's at a time or all at once. Each rank's are two runs of positions (`partition`),
+so that there are up to four blocks per pair of ranks; those that are wholly masked are skipped,
+which leaves every rank the same work under a causal mask.
 
-Shapes: s positions and t keys of a rank, B batch, n heads, g query groups, r = n / g, D head size,
-E value head size, X = D + E.
+Shapes: s positions and t keys of a rank, B batch, n heads, g query groups, r = n / g, c queries of
+one run of positions (s / 2), D head size, E value head size, X = D + E.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -95,9 +96,9 @@ class Share:
                 grad_v[:, :, keys],
             )
 
-    def no_gradient(self, kv: Tensor) -> Tensor:
+    def no_gradient(self, kv_BgtX: Tensor) -> Tensor:
         """Return zeros to sum the gradients of keys and values in: at least fp32."""
-        return torch.zeros_like(kv, dtype=self.dtype)
+        return torch.zeros_like(kv_BgtX, dtype=self.dtype)
 
     def _split(self, kv_BgtX: Tensor) -> tuple[Tensor, Tensor]:
         return kv_BgtX[..., : self.head_size], kv_BgtX[..., self.head_size :]
@@ -111,50 +112,83 @@ class Share:
                 yield _Block(queries, keys, rows, columns)
 
 
-def begin(
-    ctx: Any, q_sBnD: Tensor, k_tBgD: Tensor, v_tBgE: Tensor, rule: Rule, extras: Extras, axis: Axis
-) -> tuple[Share, Tensor]:
-    """Return this rank's share and its kv_BgtX."""
-    whole = q_sBnD.shape[0] * axis.size
-    if k_tBgD.shape[0] != q_sBnD.shape[0]:
-        assert not (rule.causal or rule.window or extras.packing), "keys of another sequence"
-    sight = Sight(rule, extras.packing, q_sBnD.shape[1], whole, q_sBnD.device)
-    keep = any(ctx.needs_input_grad)
-    blocks = BlockAttention.of(rule, extras, sight, seed=_seed(extras, q_sBnD.device), keep=keep)
-    q_BgrsD = group(q_sBnD, k_tBgD.shape[2]).contiguous()
-    return Share(q_BgrsD, q_sBnD.shape[3], blocks, axis), fuse(k_tBgD, v_tBgE)
+class Exchange(NamedTuple):
+    """How the keys and values of all ranks get here, and their gradients back."""
+
+    axis: Axis
+    """Ranks that hold the sequence."""
+    forward: Callable[[Share, Tensor, Seen], None]
+    """Take every rank's keys in, given this rank's kv_BgtX."""
+    backward: Callable[[Share, Tensor, Rows], Tensor]
+    """Return the gradient of this rank's kv_BgtX from all ranks' queries; fill ``rows.grad_q``."""
 
 
-def end(ctx: Any, share: Share, kv: Tensor, sink: Tensor | None, seen: Seen) -> Tensor:
-    """Return out_sBnE; keep what backward needs, which does not grow with the number of ranks."""
-    runs = spans(share.q.shape[3] * share.axis.size, share.axis.coordinate, share.axis.size)
-    # Keys of its own position are visible to every query, so that both runs have seen some.
-    parts = [seen[run] for run in runs]
-    for part in parts:
-        finish(*part, sink)
-    out_sBnE = ungroup([out for out, _ in parts], share.q.dtype)
-    lse = torch.cat([lse for _, lse in parts], 3)
-    ctx.save_for_backward(share.q, kv, sink, out_sBnE, lse)
-    ctx.head_size, ctx.blocks, ctx.axis = share.head_size, share.blocks, share.axis
+def attend(
+    q_sBnD: Tensor,
+    k_tBgD: Tensor,
+    v_tBgE: Tensor,
+    rule: Rule,
+    extras: Extras,
+    exchange: Exchange,
+) -> Tensor:
+    """Return out_sBnE of this rank's queries over the whole sequence's keys."""
+    out_sBnE: Tensor = _Attention.apply(
+        q_sBnD, k_tBgD, v_tBgE, extras.sink_n, rule, extras, exchange
+    )
     return out_sBnE
 
 
-def resume(ctx: Any, grad_out_sBnE: Tensor) -> tuple[Share, Tensor, Rows, Tensor | None]:
-    """Return the share, its kv_BgtX, what its rows know, and the sinks' gradient."""
-    q, kv, sink, out_sBnE, lse = ctx.saved_tensors
-    share = Share(q, ctx.head_size, ctx.blocks, ctx.axis)
-    products = out_sBnE.to(share.dtype) * grad_out_sBnE
-    delta = group(products.sum(-1, keepdim=True), q.shape[1])[..., 0]
-    grad = group(grad_out_sBnE, q.shape[1])
-    rows = Rows(grad, lse, delta, torch.zeros_like(q, dtype=share.dtype))
-    return share, kv, rows, None if sink is None else sink_gradient(sink, lse, delta)
+class _Attention(torch.autograd.Function):
+    """Between forward and backward a rank keeps its share, however many ranks there are."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_sBnD: Tensor,
+        k_tBgD: Tensor,
+        v_tBgE: Tensor,
+        sink_n: Tensor | None,
+        rule: Rule,
+        extras: Extras,
+        exchange: Exchange,
+    ) -> Tensor:
+        axis, (s, B, _, D) = exchange.axis, q_sBnD.shape
+        whole = s * axis.size
+        if k_tBgD.shape[0] != s:
+            assert not (rule.causal or rule.window or extras.packing), "keys of another sequence"
+        sight = Sight(rule, extras.packing, B, whole, q_sBnD.device)
+        keep = any(ctx.needs_input_grad)
+        seed = _seed(extras, q_sBnD.device)
+        blocks = BlockAttention.of(rule, extras, sight, seed=seed, keep=keep)
+        q_BgrsD = group(q_sBnD, k_tBgD.shape[2]).contiguous()
+        share, kv_BgtX, seen = Share(q_BgrsD, D, blocks, axis), fuse(k_tBgD, v_tBgE), Seen()
+        exchange.forward(share, kv_BgtX, seen)
+        # Keys of its own position are visible to every query, so that both runs have seen some.
+        parts = [seen[run] for run in spans(whole, axis.coordinate, axis.size)]
+        for part in parts:
+            finish(*part, sink_n)
+        out_sBnE = ungroup([out for out, _ in parts], q_sBnD.dtype)
+        lse_Bgrs = torch.cat([lse for _, lse in parts], 3)
+        ctx.save_for_backward(q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs)
+        ctx.head_size, ctx.blocks, ctx.exchange = D, blocks, exchange
+        return out_sBnE
 
-def gradients(share: Share, rows: Rows, grad_kv_BgtX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v as they were given."""
-    dtype, size = share.q.dtype, share.head_size
-    kv_tBgX = grad_kv_BgtX.permute(2, 0, 1, 3).to(dtype)
-    return ungroup([rows.grad_q_BgrcD], dtype), kv_tBgX[..., :size], kv_tBgX[..., size:]
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_out_sBnE,) = grads
+        q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs = ctx.saved_tensors
+        share = Share(q_BgrsD, ctx.head_size, ctx.blocks, ctx.exchange.axis)
+        products_sBnE = out_sBnE.to(share.dtype) * grad_out_sBnE
+        groups, D, dtype = q_BgrsD.shape[1], share.head_size, q_BgrsD.dtype
+        delta_Bgrs = group(products_sBnE.sum(-1, keepdim=True), groups)[..., 0]
+        grad_q_BgrsD = torch.zeros_like(q_BgrsD, dtype=share.dtype)
+        rows = Rows(group(grad_out_sBnE, groups), lse_Bgrs, delta_Bgrs, grad_q_BgrsD)
+        grad_sink_n = None if sink_n is None else sink_gradient(sink_n, lse_Bgrs, delta_Bgrs)
+        grad_kv_BgtX = ctx.exchange.backward(share, kv_BgtX, rows)
+        grad_kv_tBgX = grad_kv_BgtX.permute(2, 0, 1, 3).to(dtype)
+        grad_k_tBgD, grad_v_tBgE = grad_kv_tBgX[..., :D], grad_kv_tBgX[..., D:]
+        grad_q_sBnD = ungroup([grad_q_BgrsD], dtype)
+        return (grad_q_sBnD, grad_k_tBgD, grad_v_tBgE, grad_sink_n, None, None, None)
 
 
 def _seed(extras: Extras, device: torch.device) -> int:
