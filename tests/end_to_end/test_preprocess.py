@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.utils import UserError
@@ -72,7 +73,6 @@ def corpus(tmp_path: Path) -> Path:
 
 def word_tokenizer(path: Path, special: list[str], added: int = 0, closing: str = "") -> Path:
     """Write a word-level tokenizer.json, whose post-processor may close every text."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = ["[UNK]", "red", "green", "blue", *special]
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
@@ -247,7 +247,6 @@ def test_pre_10_bad_bytes_and_a_cut_line_are_named(tmp_path: Path) -> None:
 
 def test_pre_12_many_distinct_words_do_not_change_ids(tmp_path: Path) -> None:
     """The library's word cache is bounded: words met before and after it is full encode alike."""
-    tokenizers = pytest.importorskip("tokenizers")
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.datasets.sampler import Cyclic, sample_order
 from megatron.core.utils import UserError
@@ -38,7 +39,6 @@ def test_cyclic_goes_round_in_whole_steps() -> None:
 
 
 def test_cyclic_equals_torchs_permutation_seeded_by_the_pass() -> None:
-    torch = pytest.importorskip("torch")
     order = Cyclic(101, 4, 1)
     for number in (0, 1, 5):
         generator = torch.Generator()

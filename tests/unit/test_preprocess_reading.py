@@ -7,6 +7,7 @@ import lzma
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,6 @@ def test_every_record_survives_any_cut(texts, block_bytes, newline, ends, tmp_pa
 
 
 def test_packed_files_give_the_same_records(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard")
     data = b"".join(b'{"text": "number %d"}\n' % i for i in range(50))
     half = len(data) // 2
     packed = {

@@ -197,7 +197,8 @@ def test_dropout_is_the_same_in_backward_and_differs_between_blocks() -> None:
             moved = [y + sign * step * way if y is x else y for y in inputs]
             sides.append((in_blocks(blocks, moved, None, grad, cuts)["out"] * grad).sum())
         slope = (sides[0] - sides[1]) / (2 * step)
-        torch.testing.assert_close((found[name] * way).sum(), slope, rtol=1e-6, atol=1e-8)
+        # Rounding of the two sums over the step, 1e-15 * 10 / 1e-6, is the larger error.
+        torch.testing.assert_close((found[name] * way).sum(), slope, rtol=1e-6, atol=1e-7)
     # Kept probabilities have mean 1 / (1 - p): ones as values show each row's kept weight.
     ones = torch.ones(1, 1, 200, 1, dtype=F64)
     q, k = torch.zeros(1, 1, 1, 200, 2, dtype=F64), torch.zeros(1, 1, 200, 2, dtype=F64)
