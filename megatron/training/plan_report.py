@@ -7,7 +7,7 @@ the tokenizer is loaded where its files exist, to tell the vocabulary.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.stages import split_layers
+from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes, human_count
@@ -84,8 +84,8 @@ def _layout(config: RunConfig) -> Iterator[str]:
         f"data {config.data_parallel_size}"
     )
     counts = [
-        len(layers)
-        for layers in split_layers(config.model.num_layers, parallel.pipeline_model_parallel_size)
+        len(stage.layers)
+        for stage in make_stages(config.model.num_layers, parallel.pipeline_model_parallel_size)
     ]
     yield f"layers per stage: {' '.join(map(str, counts))} = {sum(counts)}"
 

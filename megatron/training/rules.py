@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.core.config import Origin, flag_of
-from megatron.core.pipeline_parallel.stages import split_layers
+from megatron.core.context_parallel.checks import check_sequence
+from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
 
@@ -119,25 +120,14 @@ def vocabulary_divides_over_tensor_ranks(config: RunConfig, origins: Origins) ->
 
 def every_stage_has_a_layer(config: RunConfig, origins: Origins) -> None:
     """A pipeline stage without a layer would only cost time."""
-    split_layers(config.model.num_layers, config.parallel.pipeline_model_parallel_size)
+    make_stages(config.model.num_layers, config.parallel.pipeline_model_parallel_size)
 
 
 def sequence_divides(config: RunConfig, origins: Origins) -> None:
     """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism."""
-    seq, cp = config.data.seq_length, config.parallel.context_parallel_size
-    tp = config.parallel.tensor_model_parallel_size
-    unit = 2 * cp if cp > 1 else 1
-    why = f"2 x --context-parallel-size ({cp})" if cp > 1 else ""
-    if config.parallel.sequence_parallel and tp > 1:
-        # Each context-parallel rank holds two pieces, which are then shared out over TP.
-        unit = cp * tp if cp * tp % unit == 0 else unit * tp
-        why = f"{why} and " * bool(why) + f"--tensor-model-parallel-size ({tp}), whose ranks "
-        why += "share the sequence under --sequence-parallel"
-    if seq % unit:
-        raise UserError(
-            f"--seq-length ({seq}) is not divisible by {unit}, which follows from {why}; try "
-            f"{nearest_multiples(seq, unit)}"
-        )
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    check_sequence(config.data.seq_length, parallel.context_parallel_size, tp)
 
 
 def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:

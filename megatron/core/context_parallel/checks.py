@@ -24,7 +24,10 @@ def check_sequence(sequence: int, cp: int, tp: int = 1) -> None:
     choices = " or ".join(str(length) for length in (below, below + unit) if length > 0)
     parts = [f"2 x --context-parallel-size ({cp}) chunks"] if cp > 1 else []
     if tp > 1:
-        parts.append(f"--tensor-model-parallel-size ({tp}) shares of a rank's tokens")
+        parts.append(
+            f"--tensor-model-parallel-size ({tp}), whose ranks share the sequence under "
+            "--sequence-parallel"
+        )
     raise UserError(
         f"--seq-length ({sequence}) is not divisible by {unit}, which follows from "
         f"{' and '.join(parts)}; try {choices}"

@@ -30,24 +30,14 @@ class Stage:
     """Multi-token-prediction layers, which follow the stack."""
 
 
-def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage: contiguous, and as even as can be.
+def make_stages(num_layers: int, num_stages: int) -> list[Stage]:
+    """Return every stage of a pipeline with one stage per rank, as even as can be.
 
-    Where they do not divide evenly, earlier stages get one more.
+    Where layers do not divide evenly, earlier stages get one more.
 
     Raises:
         UserError: there are fewer layers than stages.
     """
-    if num_layers < num_stages:
-        raise UserError(
-            f"--num-layers ({num_layers}) must be at least {SIZE} "
-            f"({num_stages}); lower the latter to {num_layers} or less"
-        )
-    return _ranges(_evenly(num_layers, num_stages))
-
-
-def make_stages(num_layers: int, num_stages: int) -> list[Stage]:
-    """Return every stage of a pipeline with one stage per rank, as even as can be."""
     return plan_stages(num_layers, Placement(num_stages))
 
 
