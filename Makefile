@@ -11,13 +11,20 @@ PYTHON ?= python3
 VENV_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup setup-dev quickstart test test-slow lint benchmark extension clean
+.PHONY: always setup setup-dev quickstart test test-slow lint benchmark extension clean
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
 
+# Other VENV_ARGS than the environment was made with bring it up to date.
+ifneq ($(VENV_ARGS),)
+.venv/arguments: always
+	@mkdir -p .venv && echo '$(VENV_ARGS)' | cmp -s - $@ || echo '$(VENV_ARGS)' > $@
+.venv/installed: .venv/arguments
+endif
+
 .venv/installed: requirements.txt tools/install_requirements.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_ARGS) .venv
+	$(PYTHON) -m venv $(VENV_ARGS) .venv
 	$(BIN)/python tools/install_requirements.py requirements.txt
 	@touch $@
 

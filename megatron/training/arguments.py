@@ -7,6 +7,7 @@ raises `UserError`; `run_main` turns that into one message and exit code 2.
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -215,6 +216,9 @@ def run_main(main: Callable[[], int | None], program: str) -> None:
     except BrokenPipeError:  # the reader of our output has seen enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except Exception:
         traceback.print_exc()
         code = 1

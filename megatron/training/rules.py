@@ -8,7 +8,7 @@ hold for every run and for a dry run; `check_built` those of a run that is to st
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron.core.config import Origin, flag_of
+from megatron.core.config import Origin, flag_of, specs
 from megatron.core.context_parallel.checks import check_sequence
 from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.utils import UserError
@@ -77,6 +77,18 @@ def heads_fill_the_hidden_size(config: RunConfig, origins: Origins) -> None:
         raise UserError(
             f"--hidden-size ({hidden}) is not divisible by --num-attention-heads ({heads}); try "
             f"{nearest_of(divisors(hidden), heads)} heads, or set --kv-channels"
+        )
+
+
+def rotated_channels_are_pairs(config: RunConfig, origins: Origins) -> None:
+    """Rotary positions turn channels two by two."""
+    position, head_size = config.model.position, config.model.attention.kv_channels
+    width = position.rotated_channels(head_size)
+    if position.is_rotary and (width < 2 or width % 2):
+        raise UserError(
+            f"--rotary-percent ({position.rotary_percent}) of --kv-channels ({head_size}, "
+            f"{origins['kv_channels']}) makes {width} channels that rotate; their number must be "
+            "even and at least 2"
         )
 
 
@@ -282,6 +294,7 @@ def loaders_have_no_length(config: RunConfig, origins: Origins) -> None:
 RULES: tuple[Rule, ...] = (
     world_holds_the_layout,
     heads_fill_the_hidden_size,
+    rotated_channels_are_pairs,
     heads_divide_over_tensor_ranks,
     widths_divide_over_tensor_ranks,
     vocabulary_divides_over_tensor_ranks,
@@ -307,6 +320,13 @@ def check_built(config: RunConfig) -> None:
         UserError: the run asks for several processes or names no data.
     """
     parallel = config.parallel
+    groups, tp = config.model.attention.num_query_groups, parallel.tensor_model_parallel_size
+    if groups % tp and tp % groups == 0:
+        raise UserError(
+            f"--num-query-groups ({groups}) is less than --tensor-model-parallel-size ({tp}): "
+            "ranks that share a key and value head are built in a later version; choose a "
+            f"tensor-parallel size that divides {groups}, or plan this run with --dry-run"
+        )
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
@@ -373,7 +393,13 @@ def check_device(config: RunConfig, cuda_is_available: bool) -> None:
 
 def without_effect(config: RunConfig, origins: Origins) -> list[str]:
     """Return the given settings that change nothing in this run, each with the reason."""
-    given = {name for name, origin in origins.items() if origin in ("flag", "file")}
+    # A file written by --dump-config gives every value; those that say nothing new ask for nothing.
+    flat, declared = config.flatten(), specs(type(config))
+    given = {
+        name
+        for name, origin in origins.items()
+        if origin == "flag" or (origin == "file" and flat[name] != declared[name].default)
+    }
     notes = []
     if not config.checkpoint.save:
         for name in ("save_interval", "save_retain_interval", "save_keep_last"):
@@ -390,7 +416,28 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
         config.checkpoint.load or config.checkpoint.pretrained_checkpoint
     ):
         notes.append("--finetune (no --load)")
+    notes += _idle_positions(config, given)
     return notes
+
+
+def _idle_positions(config: RunConfig, given: set[str]) -> list[str]:
+    """Return the given rotary settings that the kind of positions does not use."""
+    position = config.model.position
+    kind = position.position_embedding_type
+    rotary = ("rotary_base", "rotary_percent", "rotary_interleaved", "no_rope_freq")
+    scaling = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
+    yarn = tuple(name for name in position.flatten() if name.startswith("yarn_"))
+    why = f"--position-embedding-type is {kind}"
+    idle: dict[str, str] = {}
+    if kind == "yarn":
+        idle = dict.fromkeys(scaling, why)
+    elif kind == "rope":
+        idle = dict.fromkeys(yarn, why)
+        if not position.use_rope_scaling:
+            idle["rope_scaling_factor"] = "no --use-rope-scaling"
+    else:
+        idle = dict.fromkeys((*rotary, *scaling, *yarn), why)
+    return [f"{flag(name)} ({reason})" for name, reason in idle.items() if name in given]
 
 
 def warnings(config: RunConfig, origins: Origins) -> list[str]:
@@ -402,6 +449,15 @@ def warnings(config: RunConfig, origins: Origins) -> list[str]:
             "loss is averaged over all of the batch's tokens (--calculate-per-token-loss), while "
             "--no-calculate-per-token-loss averages the microbatches' means as Megatron-LM does"
         )
+    if not config.training.skip_train:
+        schedule = config.learning_schedule
+        fall = (schedule.wsd_decay or 0) if schedule.decay_style == "WSD" else 0
+        if fall and schedule.warmup + fall > schedule.decay:
+            found.append(
+                f"warning: the final fall of WSD ({fall} {schedule.unit}) begins before the end of "
+                f"the warm-up ({schedule.warmup}), since both together exceed the decay "
+                f"({schedule.decay}): after the warm-up the rate jumps down, as in Megatron-LM"
+            )
     return found
 
 

@@ -19,12 +19,14 @@ from megatron.core.utils import Say, UserError
 def find_prefixes(given: Sequence[str]) -> list[str]:
     """Return the prefixes that ``given`` names: prefixes, files of a pair, or folders of pairs.
 
+    A pair wins over a folder of its name, which is where a run keeps the pair's index cache.
+
     Raises:
         UserError: a folder holds no pair, or half of one.
     """
     found: list[str] = []
     for path in given:
-        if os.path.isdir(path):
+        if os.path.isdir(path) and not idx_path(path).exists():
             files = [file for file in Path(path).iterdir() if file.suffix in (".bin", ".idx")]
             names = sorted({str(file.with_suffix("")) for file in files if file.name[0] != "."})
             if not names:
