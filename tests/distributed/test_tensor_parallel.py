@@ -119,8 +119,10 @@ def test_equals_the_serial_run(
 ) -> None:
     variant, expected = serial
     for result in pool.run(size, on_ranks, size, variant, sequence_parallel):
-        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-10)
-        torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=1e-12)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+        torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-12, atol=1e-13)
+        # Adam makes of a gradient that is nothing but rounding, that of a key's bias (no softmax
+        # sees it), a small step of its own: weights and later gradients agree less well.
         for what in ("grads", "weights"):
             assert result[what].keys() == expected[what].keys()
             for name, value in expected[what].items():

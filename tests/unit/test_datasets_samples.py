@@ -1,5 +1,7 @@
 """Index arrays against plain walks over the documents, for every option and for odd lengths."""
 
+import hashlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import blend_index, samples
 from megatron.core.datasets.samples import SamplePlan, plan_samples, sample_index
+from megatron.core.utils import atomic_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,10 +150,23 @@ def test_blends_of_everything_use_each_sample_once(sizes: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The helper, built from this source tree as an install builds it."""
-    pytest.importorskip("pybind11")
-    folder = tmp_path_factory.mktemp("build")
+def compiled(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> ModuleType:
+    """The helper, built from this source tree as an install builds it; kept until that changes."""
+    made_from = [ROOT / "setup.py", *sorted((ROOT / "csrc").iterdir())]
+    key = hashlib.sha256(sys.version.encode())
+    for path in made_from:
+        key.update(path.read_bytes())
+    kept = pytestconfig.cache.mkdir("index_helpers") / f"{key.hexdigest()[:16]}.so"
+    if not kept.exists():
+        build(tmp_path_factory.mktemp("build"), kept)
+    spec = util.spec_from_file_location("megatron.core.datasets.index_helpers", kept)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(folder: Path, target: Path) -> None:
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext"]
         + ["--build-lib", str(folder), "--build-temp", str(folder / "temp")],
@@ -162,11 +178,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     found = list(folder.rglob("index_helpers*.so"))
     if not found:
         pytest.skip(f"no compiler: {done.stderr[-300:]}")
-    spec = util.spec_from_file_location("megatron.core.datasets.index_helpers", found[0])
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with atomic_path(target) as path:
+        shutil.copy(found[0], path)
 
 
 def test_the_compiled_helper_equals_numpy(compiled: ModuleType) -> None:
