@@ -7,7 +7,7 @@ to the byte. Activations are an estimate, see `activation_bytes`.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.layout import Item, plan_buffers
@@ -30,6 +30,10 @@ class ParameterShape:
     shape: tuple[int, ...]
     kind: str
     """What it belongs to, for sums by kind of layer."""
+    summed: tuple[str, ...] = ()
+    """Axes that its gradient is summed over, as its `Sharding` says."""
+    tied: bool = False
+    """A second copy is on another stage."""
 
     @property
     def numel(self) -> int:
@@ -38,7 +42,12 @@ class ParameterShape:
 
 
 def stage_parameters(
-    model: TransformerConfig, padded_rows: int, stage: Stage, tp: int = 1
+    model: TransformerConfig,
+    padded_rows: int,
+    stage: Stage,
+    tp: int = 1,
+    *,
+    sequence_parallel: bool = False,
 ) -> Iterator[ParameterShape]:
     """Yield the parameters that a tensor-parallel rank of a stage holds.
 
@@ -47,41 +56,48 @@ def stage_parameters(
         padded_rows: rows of the vocabulary, padding included.
         stage: the layers and ends that the rank owns.
         tp: tensor-parallel ranks.
+        sequence_parallel: ranks see a part of the sequence outside of attention and MLP.
     """
     hidden = model.hidden_size
+    # Where ranks see different tokens, gradients of what each holds whole are partial.
+    parted = ("tp",) if sequence_parallel and tp > 1 else ()
+    tied = not model.untie_embeddings_and_output_weights and not (stage.is_first and stage.is_last)
     if stage.is_first:
         vocabulary = (padded_rows // tp, hidden)
-        yield ParameterShape("embedding.word_embeddings.weight", vocabulary, "word embedding")
+        name = "embedding.word_embeddings.weight"
+        yield ParameterShape(name, vocabulary, "word embedding", tied=tied)
         if model.position.position_embedding_type == "learned_absolute":
             table = (model.position.max_position_embeddings, hidden)
             name = "embedding.position_embeddings.weight"
-            yield ParameterShape(name, table, "position embedding")
+            yield ParameterShape(name, table, "position embedding", parted)
     plan = layer_plan(model)
     for number in stage.layers:
         for sublayer in plan[number].sublayers:
             prefix = f"decoder.layers.{number}"
-            yield from _norm(model, f"{prefix}.{sublayer.norm_name}", hidden)
+            yield from _norm(model, f"{prefix}.{sublayer.norm_name}", hidden, parted)
             block = f"{prefix}.{sublayer.block_name}"
             if sublayer.kind == "mlp":
-                yield from _mlp(model, block, tp)
+                yield from _mlp(model, block, tp, parted)
             else:
-                yield from _attention(model, block, tp)
+                yield from _attention(model, block, tp, parted)
     if stage.is_last:
-        yield from _norm(model, "decoder.final_layernorm", hidden)
+        yield from _norm(model, "decoder.final_layernorm", hidden, parted)
         if model.untie_embeddings_and_output_weights or not stage.is_first:
             shape = (padded_rows // tp, hidden)
-            yield ParameterShape("output_layer.weight", shape, "output head")
+            yield ParameterShape("output_layer.weight", shape, "output head", tied=tied)
 
 
 def _norm(
-    model: TransformerConfig, name: str, size: int, kind: str = "norms"
+    model: TransformerConfig, name: str, size: int, summed: tuple[str, ...], kind: str = "norms"
 ) -> Iterator[ParameterShape]:
-    yield ParameterShape(f"{name}.weight", (size,), kind)
+    yield ParameterShape(f"{name}.weight", (size,), kind, summed)
     if model.norm.normalization == "LayerNorm":
-        yield ParameterShape(f"{name}.bias", (size,), kind)
+        yield ParameterShape(f"{name}.bias", (size,), kind, summed)
 
 
-def _attention(model: TransformerConfig, name: str, tp: int) -> Iterator[ParameterShape]:
+def _attention(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
     attention, hidden, kind = model.attention, model.hidden_size, "attention"
     heads, size = attention.num_attention_heads // tp, attention.kv_channels
     # With fewer groups than ranks, a group is repeated on each rank that needs it.
@@ -92,15 +108,18 @@ def _attention(model: TransformerConfig, name: str, tp: int) -> Iterator[Paramet
         yield ParameterShape(f"{name}.linear_qkv.bias", (rows,), kind)
     yield ParameterShape(f"{name}.linear_proj.weight", (hidden, heads * size), kind)
     if model.add_bias_linear:
-        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind)
+        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind, parted)
     if attention.qk_layernorm:
         for which in ("q_layernorm", "k_layernorm"):
-            yield from _norm(model, f"{name}.{which}", size, kind)
+            # Each rank normalises heads of its own.
+            yield from _norm(model, f"{name}.{which}", size, ("tp",), kind)
     if attention.softmax_type == "learnable":
         yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
 
 
-def _mlp(model: TransformerConfig, name: str, tp: int) -> Iterator[ParameterShape]:
+def _mlp(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
     hidden, inner = model.hidden_size, model.mlp.ffn_hidden_size // tp
     wide = inner * (2 if model.mlp.is_gated else 1)
     yield ParameterShape(f"{name}.linear_fc1.weight", (wide, hidden), "mlp")
@@ -108,7 +127,7 @@ def _mlp(model: TransformerConfig, name: str, tp: int) -> Iterator[ParameterShap
         yield ParameterShape(f"{name}.linear_fc1.bias", (wide,), "mlp")
     yield ParameterShape(f"{name}.linear_fc2.weight", (hidden, inner), "mlp")
     if model.add_bias_linear:
-        yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), "mlp")
+        yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), "mlp", parted)
 
 
 def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
@@ -159,6 +178,14 @@ class StageMemory:
         return sum(self.fixed.values()) + self.activations
 
 
+def buffer_items(parameters: Sequence[ParameterShape]) -> list[Item]:
+    """Return parameters as what buffers are planned from; the same ones share a buffer in a run.
+
+    The optimizer group orders parameters within a buffer and changes no size.
+    """
+    return [Item(p.name, p.numel, (p.summed, p.name if p.tied else ""), "all") for p in parameters]
+
+
 def stage_memory(config: RunConfig, padded_rows: int, micro_batch_size: int) -> list[StageMemory]:
     """Return the memory of a rank of each pipeline stage."""
     parallel = config.parallel
@@ -166,10 +193,16 @@ def stage_memory(config: RunConfig, padded_rows: int, micro_batch_size: int) -> 
     result = []
     for index, stage in enumerate(stages):
         held = list(
-            stage_parameters(config.model, padded_rows, stage, parallel.tensor_model_parallel_size)
+            stage_parameters(
+                config.model,
+                padded_rows,
+                stage,
+                parallel.tensor_model_parallel_size,
+                sequence_parallel=parallel.sequence_parallel,
+            )
         )
-        items = [Item(p.name, p.numel, None, "all") for p in held]
-        plans = plan_buffers(items, config.data_parallel_size * parallel.context_parallel_size)
+        replicas = config.data_parallel_size * parallel.context_parallel_size
+        plans = plan_buffers(buffer_items(held), replicas)
         # Under one-forward-one-backward an early stage holds a microbatch for each one after it.
         alive = len(stages) - index
         result.append(

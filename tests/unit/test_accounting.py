@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from megatron.core import rng
-from megatron.core.mesh import Mesh
+from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.layout import plan_buffers
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import groups
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.pipeline_parallel.stages import Stage, make_stages
 from megatron.core.transformer.config import TransformerConfig
@@ -204,3 +207,50 @@ def test_the_embeddings_dropout_mask_counts_a_byte_per_element() -> None:
     tokens, layers, hidden = 2 * 32, 2, 64
     assert masks(first) == tokens * hidden * (2 * layers + 1)
     assert masks(last) == tokens * hidden * 2 * layers
+
+
+@pytest.mark.parametrize("text", [*CHOICES, "--qk-layernorm --untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_buffers_are_planned_as_they_are_built(
+    text: str, replicas: int, sequence_parallel: bool
+) -> None:
+    run, serial = config(text), Mesh.serial()
+    tp = Axis("tp", (0, 1), 0, None)  # a model is built without a word between the two
+    mesh = Mesh({**serial.axes, "tp": tp}, 0, serial.device)
+    model = GPTModel(
+        run.model,
+        mesh,
+        vocab_size=100,
+        padded_vocab_size=128,
+        sequence_parallel=sequence_parallel,
+    )
+    buffers = build_buffers(
+        model.parameters(),
+        torch.float32,
+        group_of=groups.grouping(run.optimizer),
+        data_size=replicas,
+    )
+    stage = Stage(range(run.model.num_layers))
+    items = accounting.buffer_items(
+        list(
+            accounting.stage_parameters(
+                run.model, 128, stage, 2, sequence_parallel=sequence_parallel
+            )
+        )
+    )
+    planned = plan_buffers(items, replicas)
+    assert sorted(plan.size for plan in planned) == sorted(b.plan.size for b in buffers)
+    assert {frozenset(slot.name for slot in plan.slots) for plan in planned} == {
+        frozenset(slot.name for slot in buffer.plan.slots) for buffer in buffers
+    }
+
+
+def test_tied_ends_of_two_stages_have_buffers_of_their_own() -> None:
+    model = config().model
+    for stage, name in zip(
+        make_stages(3, 2), ("embedding.word_embeddings.weight", "output_layer.weight"), strict=True
+    ):
+        items = accounting.buffer_items(list(accounting.stage_parameters(model, 128, stage)))
+        alone = [plan for plan in plan_buffers(items, 1) if len(plan.slots) == 1]
+        assert [plan.slots[0].name for plan in alone] == [name]
