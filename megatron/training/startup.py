@@ -81,7 +81,8 @@ def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
         order = list(table.TABLE[op])
         for name in order[: order.index(chosen)]:
             if name in INSTALL and device.type == "cuda":
-                reason = table.TABLE[op][name].missing(device, dtype)
+                reason = backends.unfit[op].get(name)
+                reason = reason or table.TABLE[op][name].missing(device, dtype)
                 lines.append(f"  {op} without {name}: {reason or 'another was asked for'}")
     return lines
 

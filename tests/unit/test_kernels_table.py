@@ -8,6 +8,8 @@ import torch
 from megatron.core.kernels import probe, table
 from megatron.core.kernels.attention import attention_reference
 from megatron.core.kernels.blocked import attention_blocked
+from megatron.core.transformer.backends import choose_backends
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -113,3 +115,19 @@ def test_a_package_is_asked_for_once(packages):
     assert probe.missing("flash_attn").startswith("flash_attn: No module named")
     packages["flash_attn"] = object()
     assert probe.missing("flash_attn") is not None
+
+
+def test_a_model_with_an_extra_logit_is_built_on_a_backend_that_has_one(packages):
+    packages["flash_attn"] = object()
+    probe.missing.cache_clear()
+    for kind, expected in (("vanilla", "flash_attn"), ("learnable", "sdpa")):
+        config = TransformerConfig.resolve(
+            num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8,
+            attention_backend="flash", softmax_type=kind,
+        )  # fmt: skip
+        backends = choose_backends(config, CUDA, torch.bfloat16)
+        assert backends.names["attention"] == expected
+    unfit = backends.unfit["attention"]
+    assert "--softmax-type learnable" in unfit["flash_attn"]
+    with pytest.raises(UserError, match="--softmax-type learnable"):
+        table.choose("attention", "flash_attn", CUDA, torch.bfloat16, unfit)

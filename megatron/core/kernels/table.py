@@ -4,8 +4,9 @@
 name that does not work here is an error that says what is missing, never a silent replacement.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,26 +75,43 @@ def select(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> C
     return TABLE[op][choose(op, backend, device, dtype)].implementation
 
 
-def choose(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose(
+    op: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    unfit: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Return the name of the backend that `select` takes.
+
+    Args:
+        op: name in the table.
+        backend: name of one, or ``auto``.
+        device: where it is to run.
+        dtype: of its inputs.
+        unfit: backends that lack what the model asks of the op, with the reason.
 
     Raises:
         UserError: the backend is unknown, or does not work here.
     """
     backends = TABLE[op]
+
+    def reason_against(name: str) -> str | None:
+        return unfit.get(name) or backends[name].missing(device, dtype)
+
     if op == "attention" and backend == "flash":
         # Three flash algorithms: the package's, our tiles on the CPU, torch's own kernel.
         first = ("flash_attn", "blocked", "sdpa")
-        return next(name for name in first if not backends[name].missing(device, dtype))
+        return next(name for name in first if not reason_against(name))
     if backend == "auto":
-        return next(name for name, entry in backends.items() if not entry.missing(device, dtype))
+        return next(name for name in backends if not reason_against(name))
     if backend not in backends:
         hint = nearest(backend, backends)
         raise UserError(
             f"there is no backend {backend!r} for {op}; choose auto, {', '.join(backends)}"
             + (f" (did you mean {hint[0]}?)" if hint else "")
         )
-    reason = backends[backend].missing(device, dtype)
+    reason = reason_against(backend)
     if reason is not None:
         raise UserError(f"backend {backend!r} of {op} does not work here: {reason}")
     return backend

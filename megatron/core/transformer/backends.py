@@ -21,6 +21,8 @@ class Backends:
     rope: Callable[..., Tensor]
     names: dict[str, str]
     """Op -> backend, for the start-up log."""
+    unfit: dict[str, dict[str, str]]
+    """Op -> backends that this model cannot use, with the reason."""
 
 
 def choose_backends(
@@ -34,6 +36,12 @@ def choose_backends(
     attention = table.attention_backend(config.attention_backend)
     general = table.general_backend(config.transformer_impl)
     wanted = {"attention": attention, "layer_norm": general, "rms_norm": general, "rope": general}
-    names = {op: table.choose(op, backend, device, dtype) for op, backend in wanted.items()}
+    unfit: dict[str, dict[str, str]] = {op: {} for op in wanted}
+    if config.attention.softmax_type != "vanilla":
+        kind = config.attention.softmax_type
+        unfit["attention"]["flash_attn"] = f"it has no extra logit (--softmax-type {kind})"
+    names = {
+        op: table.choose(op, backend, device, dtype, unfit[op]) for op, backend in wanted.items()
+    }
     chosen = {op: table.select(op, backend, device, dtype) for op, backend in names.items()}
-    return Backends(**chosen, names=names)
+    return Backends(**chosen, names=names, unfit=unfit)
