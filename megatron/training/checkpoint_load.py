@@ -13,6 +13,7 @@ from torch import nn
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.load import Checkpoint, load
+from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
@@ -129,10 +130,18 @@ def _shared_choice(config: CheckpointConfig, mesh: Mesh, say: Say) -> Source | N
 
 
 def _load_random(checkpoint: Checkpoint, mesh: Mesh, say: Say) -> bool:
+    """Set this rank's generators; say whether all ranks could. A collective of the world.
+
+    Raises:
+        CheckpointError: some rank's states cannot be read; every rank raises.
+    """
     key = random_key(mesh)
     here = key in checkpoint.index.tensors
-    if here:
+
+    def unpack() -> None:
         random_states.unpack(checkpoint.read(key), mesh.device)
+
+    agree(attempt(unpack, here), mesh.world, CheckpointError)
     everywhere = all(comm.gather_objects(here, mesh.world))
     if not everywhere:
         say("random states are not in the checkpoint for every rank; others start from the seed")

@@ -29,19 +29,28 @@ MASTERS = f"{OPTIMIZER}master."
 
 
 class OptimizerTensor(Protocol):
-    """A parameter's share of one kind of optimizer state."""
+    """A parameter's share of one kind of optimizer state (`optimizer.StateTensor`)."""
 
-    key: str
-    sharding: Sharding
-    shape: tuple[int, ...]
-    start: int
-    tensor: Tensor
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def sharding(self) -> Sharding: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def tensor(self) -> Tensor: ...
 
 
 class Optimizer(Protocol):
     """What checkpoints need of an optimizer."""
 
-    def tensors(self) -> Iterable[Any]: ...
+    def tensors(self) -> Iterable[OptimizerTensor]: ...
 
     def scalars(self) -> Mapping[str, Any]: ...
 

@@ -562,3 +562,25 @@ def test_names_in_the_file_are_the_models(tmp_path: Path) -> None:
         facts = checkpoint.facts
     assert facts["progress"]["consumed_samples"] == 4
     assert (facts["vocabulary"], facts["vocabulary_rows"], facts["objective"]) == (5, 5, "tokens")
+
+
+def test_random_states_that_one_rank_cannot_read_stop_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(tmp_path).train(2).save()
+
+    def broken(states: Tensor, device: torch.device) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(random_states, "unpack", broken)
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            Run(tmp_path).load()
+    # This rank reads its states, another could not: this one does not go on alone.
+    monkeypatch.setattr(save.comm, "gather_objects", lambda mine, axis: [mine, "of another rank"])
+    with pytest.raises(CheckpointError, match="of another rank"):
+        checkpoint_load._load_random(
+            Checkpoint(tmp_path / "iter_0000002", format.read_index(tmp_path / "iter_0000002")),
+            MESH,
+            print,
+        )

@@ -263,11 +263,11 @@ def attempt(action: Callable[[], object], mine: bool) -> str | None:
     return None
 
 
-def agree(problem: str | None, world: Axis) -> None:
+def agree(problem: str | None, world: Axis, error: type[Exception] = SaveError) -> None:
     """Go on if no rank has a problem; a collective of ``world``.
 
     Raises:
-        SaveError: some rank has one; every rank raises.
+        SaveError: some rank has one; every rank raises (or ``error``, which loading gives).
     """
     problems = [
         f"rank {rank}: {text}" if world.size > 1 else text
@@ -275,4 +275,4 @@ def agree(problem: str | None, world: Axis) -> None:
         if text is not None
     ]
     if problems:
-        raise SaveError("; ".join(problems))
+        raise error("; ".join(problems))
