@@ -123,6 +123,18 @@ def check_at_least(config: Config, bound: int, *names: str) -> None:
             raise UserError(f"{flag_of(type(config), name)} ({value}) {limit}")
 
 
+def check_above(config: Config, bound: float, *names: str) -> None:
+    """Refuse fields of ``config`` whose value is not above ``bound``; None passes.
+
+    Raises:
+        UserError: the first one that is not.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > bound:  # NaN fails too
+            raise UserError(f"{flag_of(type(config), name)} ({value}) must be above {bound}")
+
+
 def as_json(value: Any) -> Any:
     """Return a value as JSON gives it back: tuples are lists."""
     return [as_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.optimizer.schedule import Progress
 from megatron.core.utils import UserError
-from megatron.training import rules
+from megatron.training import flag_status, rules
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
 
@@ -112,6 +112,14 @@ def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
             "--sequence-parallel",
             ("--seq-length (30)", "--sequence-parallel", "28 or 32"),
         ),
+        (
+            "--position-embedding-type rope --rotary-percent 0.4",
+            ("--rotary-percent (0.4)", "--kv-channels (8, derived)", "makes 3"),
+        ),
+        (
+            "--position-embedding-type yarn --rotary-percent 0.1",
+            ("--rotary-percent (0.1)", "makes 0"),
+        ),
         ("--max-position-embeddings 16", ("--max-position-embeddings (16)", "32")),
         ("--global-batch-size 5", ("--global-batch-size (5)", "2 = ", "try 4 or 6")),
         (
@@ -162,6 +170,7 @@ def test_a_run_has_a_length_and_a_rate() -> None:
     "text",
     [
         "--kv-channels 10 --num-attention-heads 7",
+        "--kv-channels 10 --num-attention-heads 7 --rotary-percent 0.5",
         "--max-position-embeddings 16 --position-embedding-type rope",
         "--global-batch-size 5 --decrease-batch-size-if-needed",
         "--rampup-batch-size 2 2 10 --global-batch-size 6",
@@ -247,6 +256,18 @@ def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
         ("--sequence-parallel", "--sequence-parallel"),
         ("--manual-gc-interval 5", "--manual-gc-interval"),
         ("--finetune", "--finetune (no --load)"),
+        ("--rotary-percent 0.5", "--rotary-percent (--position-embedding-type is learned_abs"),
+        ("--no-rope-freq 2", "--no-rope-freq (--position-embedding-type is learned_absolute)"),
+        ("--yarn-mscale 2 --position-embedding-type rope", "--yarn-mscale (--position-embedding"),
+        ("--rope-scaling-factor 4 --position-embedding-type rope", "--rope-scaling-factor (no --"),
+        (
+            "--use-rope-scaling --position-embedding-type yarn",
+            "--use-rope-scaling (--position-embedding-type is yarn)",
+        ),
+        (
+            "--rotary-seq-len-interpolation-factor 2 --position-embedding-type yarn",
+            "--rotary-seq-len-interpolation-factor (--position-embedding-type is yarn)",
+        ),
     ],
 )
 def test_settings_that_change_nothing_are_listed(text: str, idle: str) -> None:
@@ -256,6 +277,10 @@ def test_settings_that_change_nothing_are_listed(text: str, idle: str) -> None:
 def test_settings_that_count_are_not_listed() -> None:
     run = plan("--save-interval 10 --save x --manual-gc --manual-gc-interval 5 --finetune --load y")
     assert run.no_effect == ()
+    rotary = "--rotary-base 500 --rotary-percent 0.5 --no-rope-freq 2 --position-embedding-type"
+    assert plan(f"{rotary} yarn --yarn-mscale 2").no_effect == ()
+    scaled = "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2"
+    assert plan(f"{rotary} rope {scaled}").no_effect == ()
 
 
 def test_uneven_masks_are_warned_of_once_unless_the_objective_is_chosen() -> None:
@@ -270,3 +295,55 @@ def test_nearest_choices() -> None:
     assert rules.nearest_multiples(3, 4) == "4"
     assert rules.nearest_of([1, 2, 4, 8], 3) == "2 or 4"
     assert rules.divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_a_final_fall_that_begins_in_the_warm_up_is_warned_of() -> None:
+    wsd = "--lr-warmup-iters 4 --lr-decay-style WSD --lr-wsd-decay-iters"
+    (line,) = plan(f"{wsd} 7").reports
+    assert line.startswith("warning: the final fall of WSD (7 iterations)") and "(10)" in line
+    assert plan(f"{wsd} 6").reports == ()
+
+
+def test_fewer_groups_than_tensor_ranks_are_planned_and_not_run() -> None:
+    text = (
+        "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 2 "
+        "--dry-run-world-size 8"
+    )
+    with pytest.raises(UserError, match=r"--num-query-groups \(2\) is less than"):
+        rules.check_built(plan(text).config)
+
+
+# Flags without effect only because their axis has size 1 until runs of several processes are built.
+NEED_AN_AXIS = {
+    "--context-parallel-size": (
+        "--cp-comm-type",
+        "--cp-partition-mode",
+        "--hierarchical-context-parallel-sizes",
+        "--context-parallel-algo",
+        "--use-cp-send-recv-overlap",
+    ),
+    "--pipeline-model-parallel-size": (
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "--pipeline-model-parallel-comm-backend",
+        "--overlap-p2p-communication-warmup-flush",
+        "--no-overlap-p2p-communication",
+    ),
+    "--tensor-model-parallel-size": ("--tp-comm-overlap", "--delay-wgrad-compute"),
+    "": ("--overlap-grad-reduce", "--overlap-param-gather"),
+}
+
+
+@pytest.mark.parametrize("axis", NEED_AN_AXIS)
+def test_an_axis_that_is_built_takes_its_flags_along(axis: str) -> None:
+    """Whoever lets an axis above 1 through must give these flags an effect, or another status."""
+    table = flag_status.load()
+    size = f"{axis} 2" if axis else ""
+    config = plan(f"{size} --dry-run-world-size 2").config
+    try:
+        rules.check_built(config)
+    except UserError as error:
+        assert f"{axis or 'processes'} (2)" in str(error)
+    else:
+        idle = [flag for flag in NEED_AN_AXIS[axis] if table[flag].status == "no effect"]
+        assert idle == []
+    assert all(flag in table for flag in NEED_AN_AXIS[axis])

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron.core.config import Config, check_at_least, option
+from megatron.core.config import Config, check_above, check_at_least, option
 from megatron.core.utils import UserError
 
 MOST_LAYERS = 100_000
@@ -129,11 +129,19 @@ class PositionConfig(Config):
     def __post_init__(self) -> None:
         if not 0.0 < self.rotary_percent <= 1.0:
             raise UserError(f"--rotary-percent ({self.rotary_percent}) must lie in (0, 1]")
+        check_above(self, 0, "rope_scaling_factor", "yarn_beta_fast", "yarn_beta_slow")
+        check_at_least(self, 1, "rotary_seq_len_interpolation_factor", "yarn_rotary_scaling_factor")
+        # YaRN divides by the logarithm of the base.
+        check_above(self, 1 if self.position_embedding_type == "yarn" else 0, "rotary_base")
 
     @property
     def is_rotary(self) -> bool:
         """Queries and keys are rotated."""
         return self.position_embedding_type in ("rope", "yarn")
+
+    def rotated_channels(self, head_size: int) -> int:
+        """Return how many channels of a head rotate."""
+        return int(head_size * self.rotary_percent)
 
     def layer_rotates(self, layer: int) -> bool:
         """Return whether layer ``layer`` (from 0) rotates its queries and keys."""
@@ -155,6 +163,9 @@ class NormConfig(Config):
 
     apply_layernorm_1p: bool = option(False)
     """Store each gain as its difference from one, so that weight decay pulls it to one."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "norm_epsilon")
 
 
 class MLPConfig(Config):
@@ -277,6 +288,7 @@ class AttentionConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_attention_heads", "num_query_groups", "kv_channels")
+        check_above(self, 0, "attention_softcap")
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
             raise UserError(
@@ -311,6 +323,9 @@ class InitConfig(Config):
 
     init_method_xavier_uniform: bool = option(False)
     """Draw from a uniform distribution of Glorot's width instead."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "init_method_std", "embedding_init_method_std")
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -359,6 +374,7 @@ class TransformerConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_layers", "hidden_size")
+        check_above(self, 0, "logit_softcap")
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise UserError(f"--hidden-dropout ({self.hidden_dropout}) must lie in [0, 1)")
         self._check_patterns()

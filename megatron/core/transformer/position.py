@@ -56,12 +56,8 @@ class RotaryTables:
     def __init__(
         self, config: PositionConfig, head_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        dim = int(head_size * config.rotary_percent)
-        if dim % 2 or dim == 0:
-            raise UserError(
-                f"--rotary-percent ({config.rotary_percent}) of {head_size} channels per head "
-                f"makes {dim}; it must be even and at least 2"
-            )
+        dim = config.rotated_channels(head_size)
+        assert dim >= 2 and dim % 2 == 0, f"{dim} channels are not pairs"
         self.dtype = dtype
         self.frequencies = frequencies(config, dim).to(device)
         self.concentration = concentration(config)
@@ -96,11 +92,9 @@ def frequencies(config: PositionConfig, dim: int) -> Tensor:
     plain = rope.inverse_frequencies(
         dim, config.rotary_base, config.rotary_seq_len_interpolation_factor
     )
-    return (
-        rope.llama3_frequencies(plain, config.rope_scaling_factor)
-        if (config.use_rope_scaling)
-        else plain
-    )
+    if config.use_rope_scaling:
+        return rope.llama3_frequencies(plain, config.rope_scaling_factor)
+    return plain
 
 
 def concentration(config: PositionConfig) -> float:
