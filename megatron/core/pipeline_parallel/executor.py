@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.core.mesh import Axis
 from megatron.core.pipeline_parallel.messages import made, needed
-from megatron.core.pipeline_parallel.order import Post, Program, Step, programs
+from megatron.core.pipeline_parallel.order import Instruction, Post, Program, programs
 from megatron.core.pipeline_parallel.p2p import Mailbox, Shape
 from megatron.core.pipeline_parallel.schedules import Action, Schedule
 
@@ -85,11 +85,11 @@ class PipelineExecutor:
         iteration = _Iteration(self, schedule, forward_step, shapes)
         last = _last_backwards(schedule.actions[self.axis.coordinate])
         with torch.set_grad_enabled(iteration.trains):
-            for step in self._program(schedule):
-                ends = last.get(step) if isinstance(step, Action) else None
+            for instruction in self._program(schedule):
+                ends = last.get(instruction) if isinstance(instruction, Action) else None
                 if ends is not None and before_last_backward is not None:
                     before_last_backward(ends)
-                iteration.do(step)
+                iteration.do(instruction)
                 if ends is not None and after_last_backward is not None:
                     after_last_backward(ends)
         iteration.assert_finished()
@@ -127,20 +127,20 @@ class _Iteration:
             "backward_weight": self._backward_weight,
         }
 
-    def do(self, step: Step) -> None:
-        """Do one step of the program."""
-        if isinstance(step, Action):
-            self.acts[step.kind](step)
-        elif isinstance(step, Post):
-            post = self.mail.send if step.sends else self.mail.receive
-            wait = post(step.message, step.peer)
+    def do(self, instruction: Instruction) -> None:
+        """Do one instruction of the program."""
+        if isinstance(instruction, Action):
+            self.acts[instruction.kind](instruction)
+        elif isinstance(instruction, Post):
+            post = self.mail.send if instruction.sends else self.mail.receive
+            wait = post(instruction.message, instruction.peer)
             if not self.executor.overlap:
                 wait()
         else:
-            self.mail.release(step.message)
-            if step.message.kind == "activation":
-                chunk = self.placement.owner(step.message.source)[1]
-                self._free(step.message.microbatch, chunk)
+            self.mail.release(instruction.message)
+            if instruction.message.kind == "activation":
+                chunk = self.placement.owner(instruction.message.source)[1]
+                self._free(instruction.message.microbatch, chunk)
 
     def _forward(self, action: Action) -> None:
         message = needed(self.placement, self.rank, action)

@@ -51,8 +51,8 @@ class Release(NamedTuple):
         return f"release of {self.message}"
 
 
-Step = Action | Post | Release
-Program = tuple[Step, ...]
+Instruction = Action | Post | Release
+Program = tuple[Instruction, ...]
 
 
 class Transfer(NamedTuple):
@@ -90,8 +90,8 @@ def programs(schedule: Schedule, prefetch: int = 1) -> tuple[Program, ...]:
     points = [_points(timeline, rank, ordered, prefetch) for rank in range(len(timeline.spans))]
     result = []
     for rank, spans in enumerate(timeline.spans):
-        posts: list[list[Step]] = [[] for _ in range(len(spans) + 1)]
-        releases: list[list[Step]] = [[] for _ in range(len(spans) + 1)]
+        posts: list[list[Instruction]] = [[] for _ in range(len(spans) + 1)]
+        releases: list[list[Instruction]] = [[] for _ in range(len(spans) + 1)]
         for message, source, target in ordered:
             if rank not in (source, target):
                 continue
@@ -105,10 +105,10 @@ def programs(schedule: Schedule, prefetch: int = 1) -> tuple[Program, ...]:
                 while later < len(spans) and spans[later].start < there:
                     later += 1
                 releases[min(later, len(spans))].append(Release(message))
-        steps: list[Step] = []
+        instructions: list[Instruction] = []
         for index, span in enumerate(spans):
-            steps += [*posts[index], *releases[index], span.action]
-        result.append((*steps, *posts[-1], *releases[-1]))
+            instructions += [*posts[index], *releases[index], span.action]
+        result.append((*instructions, *posts[-1], *releases[-1]))
     return tuple(result)
 
 
@@ -148,9 +148,9 @@ def pair_orders(ranks: Sequence[Program]) -> dict[tuple[int, int], list[Message]
     """Return, for each rank and each of its peers, the messages between them as the rank posts."""
     orders: dict[tuple[int, int], list[Message]] = {}
     for rank, program in enumerate(ranks):
-        for step in program:
-            if isinstance(step, Post):
-                orders.setdefault((rank, step.peer), []).append(step.message)
+        for instruction in program:
+            if isinstance(instruction, Post):
+                orders.setdefault((rank, instruction.peer), []).append(instruction.message)
     return orders
 
 
@@ -163,7 +163,7 @@ def check(schedule: Schedule, ranks: Sequence[Program], *, blocking: bool = Fals
         blocking: each transfer is waited for as soon as it is posted.
 
     Raises:
-        Deadlock: with the step that every rank stands before.
+        Deadlock: with the instruction that every rank stands before.
     """
     player = _Player(schedule, ranks, blocking)
     while player.advance() + player.complete():
@@ -183,7 +183,7 @@ class _Player:
         self.there: list[set[Need]] = [set() for _ in ranks]
 
     def advance(self) -> int:
-        """Let every rank go as far as it can; return the number of steps done."""
+        """Let every rank go as far as it can; return the number of instructions done."""
         before = sum(self.at)
         for rank, program in enumerate(self.ranks):
             while self.at[rank] < len(program) and self._may_pass(rank, program[self.at[rank]]):
@@ -204,33 +204,33 @@ class _Player:
                     ended += 1
         return ended
 
-    def _may_pass(self, rank: int, step: Step) -> bool:
+    def _may_pass(self, rank: int, instruction: Instruction) -> bool:
         if self.blocking and self.posted[rank]:
             return False
-        if isinstance(step, Action):
-            needs = requirements(self.placement, rank, step)
+        if isinstance(instruction, Action):
+            needs = requirements(self.placement, rank, instruction)
             return all(need in self.there[rank] for need in needs)
-        if isinstance(step, Release):
-            return step.message not in self.posted[rank]
-        return not step.sends or step.message in self.there[rank]
+        if isinstance(instruction, Release):
+            return instruction.message not in self.posted[rank]
+        return not instruction.sends or instruction.message in self.there[rank]
 
-    def _do(self, rank: int, step: Step) -> None:
-        if isinstance(step, Post):
-            self.posted[rank].append(step.message)
-        elif isinstance(step, Action):
-            message = made(self.placement, rank, step)
-            self.there[rank] |= {(rank, step), *([message] if message is not None else [])}
+    def _do(self, rank: int, instruction: Instruction) -> None:
+        if isinstance(instruction, Post):
+            self.posted[rank].append(instruction.message)
+        elif isinstance(instruction, Action):
+            message = made(self.placement, rank, instruction)
+            self.there[rank] |= {(rank, instruction), *([message] if message is not None else [])}
 
     def stuck(self) -> list[str]:
         """Return what each rank that is not at its end stands before."""
         found = []
         for rank, program in enumerate(self.ranks):
-            step = program[self.at[rank]] if self.at[rank] < len(program) else None
-            if step is None and not self.posted[rank]:
+            instruction = program[self.at[rank]] if self.at[rank] < len(program) else None
+            if instruction is None and not self.posted[rank]:
                 continue
-            words = f"rank {rank} stands before {step or 'its end'}"
-            if isinstance(step, Action):
-                words += without(self.placement, rank, step, self.there[rank])
+            words = f"rank {rank} stands before {instruction or 'its end'}"
+            if isinstance(instruction, Action):
+                words += without(self.placement, rank, instruction, self.there[rank])
             if self.posted[rank]:
                 words += f", its transfer under way is the {self.posted[rank][0]}"
             found.append(words)

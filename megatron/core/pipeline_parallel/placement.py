@@ -7,6 +7,9 @@ one or several of them, its chunks:
     v, 4 ranks, 2 chunks       rank 0: 0 7   rank 1: 1 6   rank 2: 2 5   rank 3: 3 4
 
 In a V both ends of the model are on rank 0, and the hop at its turn stays on the last rank.
+
+In this package a *rank* is a coordinate along the pipeline's axis, 0 to its size - 1, never a
+number in the whole world: `comm` alone knows the processes behind it, by `Axis.ranks`.
 """
 
 from dataclasses import dataclass
