@@ -9,6 +9,8 @@ microbatch is done; backward sees numerators divided by a constant, the *nominal
 token valid), and what is left, nominal / true, is folded into the optimizer's scale. All sums over
 ranks travel in one fp64 vector, `Totals`, together with what ranks must agree on at the end of an
 iteration.
+
+Shapes: B samples of a microbatch, S positions of this rank.
 """
 
 from dataclasses import dataclass

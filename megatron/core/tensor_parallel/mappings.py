@@ -12,6 +12,9 @@ each collective becomes half of an all-reduce:
 
 (Shoeybi et al., 2019; Korthikanti et al., 2022.) The entry is part of `layers.linear`, whose
 weight gradient is computed while the collective of the input gradient runs; the exit is here.
+
+Shapes: S positions, this rank's share of them under sequence parallelism outside a region; B batch,
+H hidden size. A tensor without a suffix may have any shape.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 Layers are registered under their number in the whole model, so that a parameter's path is its
 logical name on every layout.
+
+Shapes: S positions of this rank, B batch, H hidden size.
 """
 
 from torch import Tensor, nn

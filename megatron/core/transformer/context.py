@@ -2,6 +2,9 @@
 
 One `Context` is made per microbatch by the model and read by every block: positions, documents,
 caches, and the key of the dropout masks. Blocks take ``(x_SBH, context)`` and give ``y_SBH``.
+
+Shapes: S positions of this rank, B batch, H hidden size, T keys so far, g query groups, D head
+size, f rotated channels.
 """
 
 from dataclasses import dataclass

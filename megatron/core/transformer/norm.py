@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm as modules; every rank of the tensor-parallel axis holds them whole."""
+"""LayerNorm and RMSNorm as modules; every rank of the tensor-parallel axis holds them whole.
+
+Shapes: N rows (every leading dim), H the dim that is normalised.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +42,7 @@ class Norm(nn.Module):
             self.bias = make_parameter(shift, (size,), mesh, dtype)
         self.layer_norm, self.rms_norm = backends.layer_norm, backends.rms_norm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_NH: Tensor) -> Tensor:
         if self.bias is None:
-            return self.rms_norm(x, self.weight, self.epsilon, self.zero_centered)
-        return self.layer_norm(x, self.weight, self.bias, self.epsilon, self.zero_centered)
+            return self.rms_norm(x_NH, self.weight, self.epsilon, self.zero_centered)
+        return self.layer_norm(x_NH, self.weight, self.bias, self.epsilon, self.zero_centered)
