@@ -8,8 +8,8 @@ the logits, so that one matrix of that size is alive (Shoeybi et al., 2019, sect
 With label smoothing e, the loss is ``(1 - e) * -log p(target) + e * mean over the vocabulary of
 -log p``.
 
-Shapes: S positions, B batch, N = S * B tokens, v this rank's share of the padded vocabulary; 1 and 3
-are themselves.
+Shapes: S positions, B batch, N = S * B tokens, v this rank's share of the padded vocabulary; 1 and
+3 are themselves.
 """
 
 from typing import Any
