@@ -97,7 +97,15 @@ def test_a_tied_head_is_repeated_on_the_last_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "--bf16", "--fp64", "--optimizer sgd", "--optimizer sgd --sgd-momentum 0"]
+    "text",
+    [
+        "",
+        "--bf16",
+        "--fp64",
+        "--optimizer sgd",
+        "--optimizer sgd --sgd-momentum 0",
+        "--qk-layernorm --bf16",
+    ],
 )
 def test_fixed_memory_is_the_optimizers_to_the_byte(text: str) -> None:
     run = config(text)

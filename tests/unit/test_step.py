@@ -15,6 +15,7 @@ from megatron.core.rng import DropoutKey
 from megatron.core.sharding import Init, whole
 from megatron.training.batches import PADDING, Batch, whole_count, whole_numbers
 from megatron.training.config import HealthConfig
+from megatron.training.evaluation import EvaluationSet, Evaluator
 from megatron.training.health import Health, RunFailed
 from megatron.training.objective import Accumulator, Objective, TokenLosses
 from megatron.training.step import Plan, StepResult, TrainStep
@@ -285,3 +286,23 @@ def test_a_spike_ends_the_run_before_it_reaches_the_weights() -> None:
         run(batch, 2, step=step)
     for old, parameter in zip(before, step.model.parameters(), strict=True):
         assert torch.equal(old, parameter)
+
+
+class Given:
+    """Microbatches that are there already."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def take(self, count: int) -> Iterator[Batch]:
+        yield from self.batches[:count]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_an_evaluation_leaves_out_microbatches_that_only_pad(per_token: bool) -> None:
+    batch = global_batch([90, 40, 0])
+    held_out = EvaluationSet("", Given(list(cut(batch, 1))), 3, 0, 0)  # type: ignore[arg-type]
+    evaluator = Evaluator(Tiny(), forward_step, Objective(per_token, Mesh.serial()))
+    some = {name: value[:2] for name, value in batch.items()}
+    loss = evaluator.run(held_out)["lm loss"]
+    assert loss == pytest.approx(expected(some, per_token, 1)[0], rel=1e-12)
