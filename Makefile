@@ -35,6 +35,9 @@ endif
 quickstart: setup
 	PYTHON=$(BIN)/python bash examples/quickstart.sh
 
+# Tests are many small processes: more threads than cores only wait for each other.
+test test-slow: export OMP_NUM_THREADS ?= 1
+
 test: setup-dev
 	$(BIN)/python -m pytest -m "not slow"
 

@@ -18,6 +18,10 @@ show() {
     "$@"
 }
 
+# A model this small gains little from a second thread, and on a busy machine threads that wait for
+# each other lose much.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
 TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer.json)
 SPLIT="90,10,0"
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import Checkpoint, load
+from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError, load
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig
@@ -90,6 +90,10 @@ def load_checkpoint(
                 set_aside=(RANDOM,) if with_optimizer else (RANDOM, OPTIMIZER),
                 verify=config.verify_integrity,
             )
+        except DamagedError as error:
+            raise DamagedError(
+                f"{error}\n--ckpt-step takes another checkpoint of {folder.parent}."
+            ) from None
         except CheckpointError as error:
             raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
         if with_optimizer and optimizer is not None:

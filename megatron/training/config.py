@@ -205,8 +205,8 @@ class CheckpointConfig(Config):
     exit_on_missing_checkpoint: bool = option(False)
     """Stop instead of starting from scratch when --load holds no checkpoint."""
 
-    verify_integrity: bool = option(False)
-    """Compare every checksum of a checkpoint before it is loaded (they are always written)."""
+    verify_integrity: bool = option(True)
+    """Compare every checksum of a checkpoint before it is loaded; off reads its bytes once."""
 
     dist_ckpt_strictness: Strictness = option("raise_all")
     """What to do when checkpoint and run do not hold the same tensors."""

@@ -167,6 +167,7 @@ def open_checkpoint(
             checkpoint,
             model.mesh.world,
             set_aside=(checkpointing.RANDOM, checkpointing.OPTIMIZER),
+            verify=True,
         )
     model.eval()
     count = sum(parameter.numel() for parameter in model.parameters())

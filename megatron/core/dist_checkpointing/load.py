@@ -47,6 +47,10 @@ from megatron.core.mesh import Axis
 from megatron.core.sharding import Box, box_shape, box_slices
 
 
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written."""
+
+
 @dataclass
 class LoadReport:
     """What a load did on this rank; missing and unexpected are of all ranks."""
@@ -228,7 +232,12 @@ def load(
     index = checkpoint.index
     if verify:
         mine = sorted(index.files)[world.coordinate :: world.size]
-        _refuse(checkpoint, [("damaged", _all(checkpoint.damages(mine), world))])
+        damages = _all(checkpoint.damages(mine), world)
+        if damages:
+            raise DamagedError(
+                f"{checkpoint.folder} is damaged: the bytes are not those that were written:\n  "
+                + "\n  ".join(damages)
+            )
     report = LoadReport(index.hash)
     chosen = {item.key: _source(item, index) for item in items}
     misfits = [_misfit(item, chosen[item.key], index) for item in items]
