@@ -21,6 +21,7 @@ from megatron.core.utils import UserError, atomic_path
 from megatron.training.arguments import parse_tool, run_main
 
 if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
+    from megatron.core.inference.sampling import Sampling
     from megatron.training.generation import Generator
 
 PROGRAM = "generate_text"
@@ -35,7 +36,7 @@ class GenerateConfig(Config):
     ckpt_step: int | None = option(None)
     """Iteration to take; the newest when absent."""
 
-    prompt: tuple[str, ...] | None = option(None)
+    prompt: tuple[str, ...] | None = option(None, may_be_empty=True)
     """Prompts to continue, together in one batch."""
 
     prompt_file: str | None = option(None, metavar="FILE")
@@ -87,6 +88,7 @@ class GenerateConfig(Config):
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("--prompt and --prompt-file exclude each other; give one")
         check_at_least(self, 1, "num_tokens_to_generate", "num_samples")
+        check_at_least(self, 0, "seed")
 
 
 def prompts_of(config: GenerateConfig) -> list[str] | None:
@@ -109,13 +111,21 @@ def prompts_of(config: GenerateConfig) -> list[str] | None:
     return lines
 
 
+def sampling_of(config: GenerateConfig) -> "Sampling":
+    """Return how tokens are drawn.
+
+    Raises:
+        UserError: a flag of it has a value that makes no sense.
+    """
+    from megatron.core.inference.sampling import Sampling
+
+    return Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+
+
 def answer(
     generator: "Generator", config: GenerateConfig, prompts: list[str]
 ) -> Iterator[dict[str, object]]:
     """Continue every prompt and yield one record per text; a single text appears as it grows."""
-    from megatron.core.inference.sampling import Sampling
-
-    sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
     repeated = [prompt for prompt in prompts for _ in range(config.num_samples)]
     live = len(repeated) == 1 and config.output is None and sys.stdout.isatty()
     if live:
@@ -123,7 +133,7 @@ def answer(
     results = generator.run(
         [generator.encode(prompt) for prompt in repeated],
         max_new_tokens=config.num_tokens_to_generate,
-        sampling=sampling,
+        sampling=sampling_of(config),
         stop_tokens=generator.stop_tokens(config.stop_token, config.stop_at_eod),
         seed=config.seed,
         use_cache=config.kv_cache,
@@ -169,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.training.generation import open_checkpoint
 
+    sampling_of(config)  # a wrong flag is told before the model is read
     name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here; give --device cpu")

@@ -20,6 +20,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -29,6 +30,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 from megatron.core.utils import UserError
 
 T = TypeVar("T", bound="Config")
+LARGEST = 2**63 - 1
+"""What a 64-bit integer holds, such as the numbers of samples in an index."""
 Origin = Literal["flag", "file", "checkpoint", "derived", "default"]
 
 
@@ -41,6 +44,7 @@ def option(
     derived: str | None = None,
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
+    may_be_empty: bool = False,
 ) -> Any:
     """Declare a field of a config.
 
@@ -55,6 +59,7 @@ def option(
         parse: turn the command-line or file string into the value, for values that are no plain
             number or string; raises ``ValueError`` on a bad one.
         metavar: placeholder in ``--help``.
+        may_be_empty: an empty string is a value, not a shell variable that nobody set.
     """
     if derived is not None and default is dataclasses.MISSING:
         default = None
@@ -65,6 +70,7 @@ def option(
         "derived": derived,
         "parse": parse,
         "metavar": metavar,
+        "may_be_empty": may_be_empty,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -135,6 +141,17 @@ def check_above(config: Config, bound: float, *names: str) -> None:
             raise UserError(f"{flag_of(type(config), name)} ({value}) must be above {bound}")
 
 
+def check_not_zero(config: Config, *names: str) -> None:
+    """Refuse factors of ``config`` that are zero; None passes.
+
+    Raises:
+        UserError: the first one that is.
+    """
+    for name in names:
+        if getattr(config, name) == 0:
+            raise UserError(f"{flag_of(type(config), name)} (0) must not be zero")
+
+
 def as_json(value: Any) -> Any:
     """Return a value as JSON gives it back: tuples are lists."""
     return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
@@ -171,17 +188,21 @@ class Spec:
     derived: str | None
     parse: Callable[[str], Any] | None
     metavar: str | None
+    may_be_empty: bool
 
     def convert(self, value: Any) -> Any:
         """Return a file's or a checkpoint's ``value`` as this field holds it.
 
         Raises:
-            ValueError: the value has another type or is none of the choices.
+            ValueError: the value has another type, is none of the choices, is empty, or is a number
+                that is not finite or does not fit into 64 bits.
         """
         if value is None:
             if not self.optional:
                 raise ValueError(f"{self.flag} may not be null")
             return None
+        if isinstance(value, str) and value == "" and not self.may_be_empty:
+            raise ValueError(f"{self.flag} is empty (an unset shell variable?)")
         if self.parse is not None:
             return self.parse(value) if isinstance(value, str) else _tupled(value)
         if self.count == "one":
@@ -192,6 +213,8 @@ class Spec:
         return tuple(self._convert_one(item) for item in items)
 
     def _convert_one(self, value: Any) -> Any:
+        if isinstance(value, str) and value == "" and not self.may_be_empty:
+            raise ValueError(f"{self.flag} holds an empty word (an unset shell variable?)")
         if self.base is bool:
             if not isinstance(value, bool):
                 raise ValueError(f"{self.flag} is true or false, not {value!r}")
@@ -207,13 +230,19 @@ class Spec:
         return value
 
     def _number(self, text: str) -> int | float:
+        number: int | float
         try:
             if self.base is float:
-                return float(text)
-            # 1e6 in a YAML file is a whole number; plain digits keep all of theirs.
-            return int(text) if text.lstrip("+-").isdigit() else _whole(float(text))
+                number = float(text)
+            else:  # 1e6 in a YAML file is a whole number; plain digits keep all of theirs.
+                number = int(text) if text.lstrip("+-").isdigit() else _whole(float(text))
         except (ValueError, OverflowError):
             raise ValueError(f"{self.flag} takes {self.base.__name__}, not {text!r}") from None
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{self.flag} ({text}) must be a finite number")
+        if isinstance(number, int) and abs(number) > LARGEST:
+            raise ValueError(f"{self.flag} ({text}) does not fit into 64 bits")
+        return number
 
 
 def specs(cls: type[Config]) -> dict[str, Spec]:
@@ -341,6 +370,7 @@ def _spec(owner: type[Config], item: dataclasses.Field[Any], hint: Any, help_tex
         derived=meta.get("derived"),
         parse=meta.get("parse"),
         metavar=meta.get("metavar"),
+        may_be_empty=bool(meta.get("may_be_empty")),
     )
 
 

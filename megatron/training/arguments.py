@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path
-from megatron.training import checkpoint_args, flag_status, help_text, rules, verdicts
+from megatron.training import checkpoint_args, flag_status, help_text, idle, rules, verdicts
 from megatron.training.command_line import (
     Given,
     Vocabulary,
@@ -38,6 +38,10 @@ PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+LARGEST_LOCAL_RANK = 65_535
+"""No machine runs more processes of one job."""
+
+
 class Invocation(Config):
     """How the program is called, which is no part of the run."""
 
@@ -55,6 +59,14 @@ class Invocation(Config):
 
     local_rank: int | None = option(None)
     """Number of this process on its machine, from launchers that pass it; LOCAL_RANK wins."""
+
+    def __post_init__(self) -> None:
+        configs.check_above(self, 0, "dry_run_memory")
+        if self.local_rank is not None and not 0 <= self.local_rank <= LARGEST_LOCAL_RANK:
+            raise UserError(
+                f"--local-rank ({self.local_rank}) must be 0 to {LARGEST_LOCAL_RANK}: the number "
+                "of this process among those of its machine"
+            )
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ def parse(
     if not plans:
         rules.check_built(config)
     config, mapped = rules.map_to_cpu(config, full)
-    notes, warnings = rules.without_effect(config, full), rules.warnings(config, full)
+    notes, warnings = idle.without_effect(config, full), rules.warnings(config, full)
     run = ParsedRun(
         config,
         invocation,
@@ -287,15 +299,14 @@ def _value(item: Given, spec: Spec) -> Any:
     for flag, constant in spec.constants.items():
         if normalise(flag) == item.flag:
             return constant
+    where = f"--config {item.file}: " if item.file else ""
     try:
         if spec.base is bool and spec.count == "one" and spec.parse is None:
             value = _boolean(item)
             return not value if normalise(spec.negative or "") == item.flag else value
         return spec.convert(item.values[0] if spec.count == "one" else list(item.values))
-    except UserError:
-        raise
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(f"{where}{error}") from None
 
 
 def _boolean(item: Given) -> bool:

@@ -6,7 +6,7 @@ stand for hyphens, and ``--flag=value`` for ``--flag value``. What the values me
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,56 @@ from megatron.core.utils import UserError, nearest
 from megatron.training.flag_status import Row
 
 Place = Literal["flag", "file"]
+
+OTHER_NAMES = {
+    "--learning-rate": "--lr",
+    "--min-learning-rate": "--min-lr",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--warmup-iters": "--lr-warmup-iters",
+    "--warmup-ratio": "--lr-warmup-fraction",
+    "--lr-scheduler-type": "--lr-decay-style",
+    "--batch-size": "--global-batch-size",
+    "--train-batch-size": "--global-batch-size",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--max-steps": "--train-iters",
+    "--num-steps": "--train-iters",
+    "--train-steps": "--train-iters",
+    "--steps": "--train-iters",
+    "--n-layer": "--num-layers",
+    "--num-hidden-layers": "--num-layers",
+    "--n-head": "--num-attention-heads",
+    "--num-heads": "--num-attention-heads",
+    "--num-key-value-heads": "--num-query-groups",
+    "--num-kv-heads": "--num-query-groups",
+    "--head-dim": "--kv-channels",
+    "--n-embd": "--hidden-size",
+    "--d-model": "--hidden-size",
+    "--intermediate-size": "--ffn-hidden-size",
+    "--max-seq-len": "--seq-length",
+    "--max-seq-length": "--seq-length",
+    "--context-length": "--seq-length",
+    "--block-size": "--seq-length",
+    "--dropout": "--hidden-dropout",
+    "--max-grad-norm": "--clip-grad",
+    "--grad-clip": "--clip-grad",
+    "--beta1": "--adam-beta1",
+    "--beta2": "--adam-beta2",
+    "--eps": "--adam-eps",
+    "--wd": "--weight-decay",
+    "--output-dir": "--save",
+    "--checkpoint-dir": "--save",
+    "--save-dir": "--save",
+    "--resume": "--load",
+    "--resume-from-checkpoint": "--load",
+    "--save-steps": "--save-interval",
+    "--eval-steps": "--eval-interval",
+    "--logging-steps": "--log-interval",
+    "--data": "--data-path",
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--cp": "--context-parallel-size",
+}
+"""What other programs call our flags, where the spelling alone leads nowhere."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +77,8 @@ class Given:
     """Strings from a command line; a file's values keep their type. A switch has none or a bool."""
     place: Place
     target: Spec | Row
+    file: str = ""
+    """Where it stands, if in a file."""
 
     @property
     def text(self) -> str:
@@ -53,7 +105,9 @@ class Vocabulary:
         parts = []
         for flag in flags:
             name = normalise(flag)
-            close = nearest(name, self.working) or nearest(name, self.targets)
+            other = OTHER_NAMES.get(name)
+            close = [other] if other in self.targets else nearest(name, self.working)
+            close = close or nearest(name, self.targets)
             parts.append(f"{flag} (did you mean {' or '.join(close)}?)" if close else flag)
         return UserError(f"unknown flag{'s' * (len(parts) > 1)}: {', '.join(parts)}; see --help")
 
@@ -100,10 +154,13 @@ def read_file(path: str, vocabulary: Vocabulary) -> list[Given]:
         if target is None:
             unknown.append(str(key))
         elif value is not None:
-            found += _from_file(flag, value, target)
+            try:
+                found += _from_file(flag, value, target)
+            except UserError as error:
+                raise UserError(f"--config {path}: {error}") from None
     if unknown:
-        raise UserError(f"{path}: {vocabulary.unknown(unknown)}")
-    return found
+        raise UserError(f"--config {path}: {vocabulary.unknown(unknown)}")
+    return [replace(item, file=path) for item in found]
 
 
 def arity(target: Spec | Row, flag: str) -> str:
@@ -149,6 +206,9 @@ def _counted(flag: str, values: list[str], count: str) -> tuple[str, ...]:
         return tuple(values)
     if count.isdigit() and len(values) == int(count):
         return tuple(values)
+    if count == "1" and len(values) > 1:
+        extra = " ".join(values[1:])
+        raise UserError(f"{flag} {values[0]}: {extra!r} is unexpected; {flag} takes one value")
     shown = f", not {' '.join(values)!r}" if values else ""
     takes = {
         "0": "no value",
@@ -193,7 +253,7 @@ def load_file(path: str) -> Mapping[str, Any]:
         import yaml
 
         try:
-            content = yaml.safe_load(text)
+            content = yaml.load(text, Loader=_yaml_loader())
         except yaml.YAMLError as error:
             raise UserError(f"--config {path}: not YAML: {error}") from None
     elif Path(path).suffix == ".json":
@@ -208,6 +268,26 @@ def load_file(path: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: must hold names and values, not a {type(content)}")
     return content
+
+
+def _yaml_loader() -> Any:
+    """Return a safe loader that refuses numbers with a leading zero, which YAML takes as octal."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Numbers as people write them."""
+
+    def whole_number(loader: Any, node: Any) -> int:
+        digits = node.value.lstrip("+-").replace("_", "")
+        if len(digits) > 1 and digits[0] == "0" and digits.isdigit():
+            raise yaml.YAMLError(
+                f"line {node.start_mark.line + 1}: {node.value} would be octal; write it without "
+                "the leading zero"
+            )
+        return int(loader.construct_yaml_int(node))
+
+    Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
+    return Loader
 
 
 def _leaves(content: Mapping[str, Any], vocabulary: Vocabulary) -> Iterator[tuple[str, Any]]:

@@ -21,14 +21,20 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 from megatron.training.batch_size import BatchSizes, parse_steps, ramp, round_down, steps_in_samples
 
+LARGEST_SEED = 2**32 - 1
+"""What every random generator takes, numpy's too."""
+
 
 def parse_signal(text: str) -> int:
     """Return the number of a signal given by number (``15``) or name (``SIGTERM``, ``TERM``)."""
     name = text.strip().upper()
     try:
-        return int(signal.Signals(int(name)) if name.isdigit() else signal.Signals[_signal(name)])
+        found = signal.Signals(int(name)) if name.isdigit() else signal.Signals[_signal(name)]
     except (KeyError, ValueError):
         raise ValueError(f"--exit-signal takes a signal's name or number, not {text!r}") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"--exit-signal {text}: no process can handle {found.name}; try SIGTERM")
+    return int(found)
 
 
 def _signal(name: str) -> str:
@@ -129,6 +135,8 @@ class TrainingConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval")
         check_at_least(self, 0, "train_iters", "train_samples", "manual_gc_interval")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UserError(f"--seed ({self.seed}) must be 0 to {LARGEST_SEED}")
         if self.exit_duration_in_mins != "auto":
             check_at_least(self, 1, "exit_duration_in_mins")
         if not 0 <= self.exit_code_on_early_stop <= 255:

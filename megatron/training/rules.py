@@ -8,7 +8,7 @@ hold for every run and for a dry run; `check_built` those of a run that is to st
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron.core.config import Origin, flag_of, specs
+from megatron.core.config import Origin, flag_of
 from megatron.core.context_parallel.checks import check_sequence
 from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.utils import UserError
@@ -251,6 +251,33 @@ def run_has_one_length(config: RunConfig, origins: Origins) -> None:
         raise UserError("the run has no length; give --train-iters or --train-samples")
 
 
+def something_is_done(config: RunConfig, origins: Origins) -> None:
+    """A run trains at least one iteration, or evaluates."""
+    training = config.training
+    if training.skip_train:
+        if config.validation.eval_iters == 0:
+            raise UserError(
+                "--skip-train with --eval-iters 0 leaves nothing to do; give --eval-iters a number "
+                "of batches, or -1 for the whole validation set"
+            )
+    elif config.total_iterations < 1:
+        name = "train_iters" if training.train_samples is None else "train_samples"
+        raise UserError(
+            f"{flag(name)} ({getattr(training, name)}) leaves nothing to train: the run would have "
+            "no full iteration; raise it, or evaluate only with --skip-train"
+        )
+
+
+def skipped_iterations_exist(config: RunConfig, origins: Origins) -> None:
+    """An iteration that is not one of the run cannot be left out."""
+    last = config.total_iterations
+    absent = [n for n in config.training.iterations_to_skip if not 1 <= n <= last]
+    if absent and not config.training.skip_train:
+        raise UserError(
+            f"--iterations-to-skip: {listed(absent)} not among the run's iterations, 1 to {last}"
+        )
+
+
 def schedule_fits_the_run(config: RunConfig, origins: Origins) -> None:
     """Schedule lengths have the unit of the run's length, and fit each other and the run."""
     if not config.training.skip_train:
@@ -307,6 +334,8 @@ RULES: tuple[Rule, ...] = (
     batch_steps_divide,
     run_has_one_length,
     schedule_fits_the_run,
+    something_is_done,
+    skipped_iterations_exist,
     checkpoints_have_a_folder,
     profiled_ranks_exist,
     loaders_have_no_length,
@@ -389,55 +418,6 @@ def check_device(config: RunConfig, cuda_is_available: bool) -> None:
         raise UserError(
             f"{', '.join(needs)}: no CUDA device here; add --device cpu to use the CPU reference"
         )
-
-
-def without_effect(config: RunConfig, origins: Origins) -> list[str]:
-    """Return the given settings that change nothing in this run, each with the reason."""
-    # A file written by --dump-config gives every value; those that say nothing new ask for nothing.
-    flat, declared = config.flatten(), specs(type(config))
-    given = {
-        name
-        for name, origin in origins.items()
-        if origin == "flag" or (origin == "file" and flat[name] != declared[name].default)
-    }
-    notes = []
-    if not config.checkpoint.save:
-        for name in ("save_interval", "save_retain_interval", "save_keep_last"):
-            if name in given:
-                notes.append(f"{flag(name)} (no --save)")
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        notes.append("--sequence-parallel (--tensor-model-parallel-size is 1)")
-    if "manual_gc_interval" in given and not config.training.manual_gc:
-        notes.append("--manual-gc-interval (no --manual-gc)")
-    if not config.data.fim.fim_data:
-        idle = [name for name in config.data.fim.flatten() if name in given - {"fim_data"}]
-        notes += [f"{flag(name)} (no --fim-data)" for name in idle]
-    if config.checkpoint.finetune and not (
-        config.checkpoint.load or config.checkpoint.pretrained_checkpoint
-    ):
-        notes.append("--finetune (no --load)")
-    notes += _idle_positions(config, given)
-    return notes
-
-
-def _idle_positions(config: RunConfig, given: set[str]) -> list[str]:
-    """Return the given rotary settings that the kind of positions does not use."""
-    position = config.model.position
-    kind = position.position_embedding_type
-    rotary = ("rotary_base", "rotary_percent", "rotary_interleaved", "no_rope_freq")
-    scaling = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
-    yarn = tuple(name for name in position.flatten() if name.startswith("yarn_"))
-    why = f"--position-embedding-type is {kind}"
-    idle: dict[str, str] = {}
-    if kind == "yarn":
-        idle = dict.fromkeys(scaling, why)
-    elif kind == "rope":
-        idle = dict.fromkeys(yarn, why)
-        if not position.use_rope_scaling:
-            idle["rope_scaling_factor"] = "no --use-rope-scaling"
-    else:
-        idle = dict.fromkeys((*rotary, *scaling, *yarn), why)
-    return [f"{flag(name)} ({reason})" for name, reason in idle.items() if name in given]
 
 
 def warnings(config: RunConfig, origins: Origins) -> list[str]:

@@ -11,6 +11,10 @@ LEGACY_SPLIT = "969, 30, 1"
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
+MOST_WORKERS = 1024
+"""Reading processes of a rank; more are a slip of the pen."""
+
+
 class FimConfig(Config):
     """Fill-in-the-middle: some documents of a sample are permuted to prefix, suffix, middle."""
 
@@ -146,6 +150,8 @@ class DataConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "seq_length", "num_dataset_builder_threads", "index_build_timeout")
         check_at_least(self, 0, "num_workers", "mid_level_dataset_surplus")
+        if self.num_workers > MOST_WORKERS:
+            raise UserError(f"--num-workers ({self.num_workers}) must be at most {MOST_WORKERS}")
         if self.mock_data and self.fim.fim_data:
             raise UserError("--fim-data permutes text, but --mock-data has none; drop one of them")
         sources = self.sources

@@ -37,11 +37,11 @@ class OptimizerConfig(Config):
     """Momentum of SGD."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "weight_decay", "clip_grad", "sgd_momentum")
+        check_at_least(self, 0, "weight_decay", "clip_grad")
         # Weights that never get a gradient would otherwise become 0 / 0.
         if not self.adam_eps > 0:
             raise UserError(f"--adam-eps ({self.adam_eps}) must be above 0")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 flag = flag_of(OptimizerConfig, name)

@@ -214,6 +214,8 @@ def differences(stored: Schedule, current: Schedule) -> list[str]:
         idle.add("length")
     if "WSD" not in (stored.decay_style, current.decay_style):
         idle |= {"wsd_decay", "wsd_decay_style"}
+    if stored.decay_style == current.decay_style == "constant":
+        idle |= {"decay", "min_lr"}
     pairs = [
         (item.name, getattr(stored, item.name), getattr(current, item.name))
         for item in dataclasses.fields(Schedule)

@@ -4,7 +4,14 @@ import ast
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron.core.config import Config, check_above, check_at_least, option
+from megatron.core.config import (
+    Config,
+    as_words,
+    check_above,
+    check_at_least,
+    check_not_zero,
+    option,
+)
 from megatron.core.utils import UserError
 
 MOST_LAYERS = 100_000
@@ -131,6 +138,12 @@ class PositionConfig(Config):
             raise UserError(f"--rotary-percent ({self.rotary_percent}) must lie in (0, 1]")
         check_above(self, 0, "rope_scaling_factor", "yarn_beta_fast", "yarn_beta_slow")
         check_at_least(self, 1, "rotary_seq_len_interpolation_factor", "yarn_rotary_scaling_factor")
+        check_at_least(self, 1, "max_position_embeddings", "yarn_original_max_position_embeddings")
+        if self.position_embedding_type == "yarn" and not self.yarn_beta_fast > self.yarn_beta_slow:
+            raise UserError(
+                f"--yarn-beta-fast ({self.yarn_beta_fast}) must be above --yarn-beta-slow "
+                f"({self.yarn_beta_slow})"
+            )
         # YaRN divides by the logarithm of the base.
         check_above(self, 1 if self.position_embedding_type == "yarn" else 0, "rotary_base")
 
@@ -200,9 +213,11 @@ class MLPConfig(Config):
         """Return Megatron's widths, four times hidden or 8/3 for a gated unit, and its GELU."""
         hidden = values["hidden_size"]
         width = int((4 * hidden * 2 / 3) / 64) * 64 or 64 if values["swiglu"] else 4 * hidden
+        width = max(width, 1)  # the fault of a hidden size below 1 is named as such
         return {"ffn_hidden_size": width, "bias_gelu_fusion": values.get("add_bias_linear", True)}
 
     def __post_init__(self) -> None:
+        check_at_least(self, 1, "ffn_hidden_size")
         named = {
             "--swiglu": self.swiglu,
             "--geglu": self.geglu,
@@ -281,7 +296,7 @@ class AttentionConfig(Config):
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return one group per head and heads that fill the hidden size."""
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
-        derived = {"kv_channels": hidden // max(heads, 1)}
+        derived = {"kv_channels": max(hidden // max(heads, 1), 1)}
         # Megatron's default is 1 group, which counts only with the switch.
         derived["num_query_groups"] = 1 if values["group_query_attention"] else heads
         return derived
@@ -289,6 +304,15 @@ class AttentionConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_attention_heads", "num_query_groups", "kv_channels")
         check_above(self, 0, "attention_softcap")
+        check_not_zero(self, "softmax_scale")
+        window = self.window_size
+        if window is not None and not (
+            len(window) == 2 and all(isinstance(n, int) and n >= -1 for n in window)
+        ):
+            raise UserError(
+                f"--window-size ({as_words(window)}) must be two numbers of tokens, or -1 for no "
+                "limit"
+            )
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
             raise UserError(
@@ -375,6 +399,7 @@ class TransformerConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_layers", "hidden_size")
         check_above(self, 0, "logit_softcap")
+        check_not_zero(self, "embedding_multiplier", "logit_multiplier")
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise UserError(f"--hidden-dropout ({self.hidden_dropout}) must lie in [0, 1)")
         self._check_patterns()
@@ -390,3 +415,5 @@ class TransformerConfig(Config):
                 )
             if isinstance(value, int) and value < 1:
                 raise UserError(f"{flag} ({value}) must be at least 1")
+            if isinstance(value, tuple) and not set(value) <= {0, 1}:
+                raise UserError(f"{flag} ({as_words(value)}): a pattern holds 0 and 1 only")

@@ -1,0 +1,113 @@
+"""Values that mean nothing are refused before any work, with the flag that is wrong."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.core.config import specs
+from megatron.core.utils import UserError
+from megatron.training.arguments import parse
+from megatron.training.config import RunConfig
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+)
+SPECS = specs(RunConfig).values()
+FLOATS = [spec.flag for spec in SPECS if spec.base is float]
+INTEGERS = [spec.flag for spec in SPECS if spec.base is int and spec.count == "one"]
+WORDS = [spec.flag for spec in SPECS if spec.base is str and spec.count in ("one", "many")]
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse([*BASE.split(), *words])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize("flag", FLOATS)
+def test_no_number_may_be_infinite_or_nan(flag: str, value: str) -> None:
+    message = refused(f"{flag}={value}")
+    assert flag in message and value in message and "finite" in message
+
+
+@pytest.mark.parametrize("flag", INTEGERS)
+def test_integers_fit_into_64_bits(flag: str) -> None:
+    assert flag in refused(f"{flag}={2**63}") and flag in refused(flag, "9" * 30)
+
+
+@pytest.mark.parametrize("flag", WORDS)
+def test_an_empty_string_is_an_unset_shell_variable(flag: str) -> None:
+    message = refused(flag, "")
+    assert flag in message and "empty" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("--seed -1", "--seed (-1)"),
+        ("--seed 4294967296", "--seed (4294967296)"),
+        ("--hidden-size 0", "--hidden-size (0)"),
+        ("--hidden-size 0 --swiglu", "--hidden-size (0)"),
+        ("--num-attention-heads 0", "--num-attention-heads (0)"),
+        ("--ffn-hidden-size 0", "--ffn-hidden-size (0)"),
+        ("--local-rank -3", "--local-rank (-3)"),
+        ("--local-rank 1000000", "--local-rank (1000000)"),
+        ("--optimizer sgd --sgd-momentum 1", "--sgd-momentum (1.0)"),
+        ("--window-size -2,0", "--window-size"),
+        ("--window-size 4,0 --window-attn-skip-freq [1]*999999999999", "layer pattern"),
+        ("--position-embedding-type rope --no-rope-freq [1,2]", "--no-rope-freq"),
+        ("--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 1", "--yarn-beta-fas"),
+        (
+            "--position-embedding-type yarn --yarn-original-max-position-embeddings 0",
+            "--yarn-original-max-position-embeddings (0)",
+        ),
+        ("--logit-multiplier 0", "--logit-multiplier"),
+        ("--embedding-multiplier 0", "--embedding-multiplier"),
+        ("--softmax-scale 0", "--softmax-scale"),
+        ("--num-workers 1025", "--num-workers (1025)"),
+        ("--iterations-to-skip 0", "--iterations-to-skip: 0"),
+        ("--iterations-to-skip 3 11", "--iterations-to-skip: 11"),
+        ("--exit-signal 9", "SIGKILL"),
+        ("--exit-signal STOP", "SIGSTOP"),
+        ("--weight-decay -0.1", "--weight-decay (-0.1)"),
+        ("--lr -1e-3", "--lr (-0.001)"),
+        ("--train-iters 0", "--train-iters (0) leaves nothing to train"),
+        ("--skip-train --eval-iters 0", "nothing to do"),
+        ("--learning-rate 1", "did you mean --lr?"),
+        ("--eval-iters 0 foo", "'foo' is unexpected"),
+    ],
+)
+def test_a_value_that_means_nothing_is_named(text: str, named: str) -> None:
+    assert named in refused(*text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq (no --window-size)"),
+        ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-iters (--lr-decay-style is linear)"),
+        ("--sgd-momentum 0.5", "--sgd-momentum (--optimizer is adam)"),
+        ("--exit-signal 15", "--exit-signal (no --exit-signal-handler)"),
+        ("--start-eval-at-iter 3 --eval-iters 0", "--start-eval-at-iter (--eval-iters is 0)"),
+        ("--log-progress", "--log-progress (no --save)"),
+        ("--no-load-optim", "--load-optim (no --load)"),
+        ("--full-validation --eval-iters 3", "--eval-iters (--full-validation takes the whole"),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_listed(text: str, note: str) -> None:
+    assert any(line.startswith(note) for line in parse([*BASE.split(), *text.split()]).no_effect)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("seed: 0100", "octal"), ("lr: .nan", "--lr (nan)"), ("save: ''", "--save is empty")],
+)
+def test_an_error_in_a_file_names_the_file(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert yaml.safe_load(text)
+    message = refused("--config", str(path))
+    assert named in message and f"--config {path}" in message
