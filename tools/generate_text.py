@@ -17,7 +17,7 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import Config, check_at_least, option
-from megatron.core.utils import UserError, atomic_path
+from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training.arguments import parse_tool, run_main
 
 if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
@@ -179,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.training.generation import open_checkpoint
 
+    if config.output is not None:
+        check_file("--output", config.output)
     sampling_of(config)  # a wrong flag is told before the model is read
     name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

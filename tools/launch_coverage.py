@@ -28,7 +28,7 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import Config, option, specs
-from megatron.core.utils import UserError, atomic_path
+from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training import flag_status, plan_report
 from megatron.training.arguments import Invocation, parse, parse_tool, run_main
 from megatron.training.command_line import Vocabulary, arity, normalise
@@ -261,6 +261,8 @@ def read(path: str) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
     config = parse_tool(argv, CoverageConfig, PROGRAM, leading="launches").config
+    if config.output:
+        check_file("--output", config.output)
     launches = read(config.launches)
     typical = Typical(launches)
     others = {row.flag: row for row in preprocess_data.OTHERS}

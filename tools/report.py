@@ -20,7 +20,7 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import Config, option
-from megatron.core.utils import UserError, atomic_path
+from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training.arguments import parse_tool, run_main
 
 PROGRAM = "report"
@@ -334,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: something that the user can fix.
     """
     config = parse_tool(argv, ReportConfig, PROGRAM, leading="runs").config
+    check_file("--output", config.output)
     names = [*config.name, *config.runs[len(config.name) :]]
     try:
         runs = [read_run(Path(path), name) for path, name in zip(config.runs, names, strict=True)]

@@ -14,6 +14,7 @@ import html
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,7 +26,7 @@ from megatron.core.pipeline_parallel.schedules import (
     make_schedule,
 )
 from megatron.core.pipeline_parallel.simulator import Costs, Timeline, simulate
-from megatron.core.utils import UserError, atomic_path
+from megatron.core.utils import UserError, atomic_path, check_file
 
 # Of the first chunk and of later ones.
 COLORS = {
@@ -235,11 +236,17 @@ def build(options: argparse.Namespace) -> list[Timeline]:
     return [simulate(schedule, Costs(*costs)) for schedule in schedules]
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Tells an error in one line, as all programs here do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, without the usage block; exit with 2."""
+        self.exit(2, f"show_schedule.py: error: {message}; see --help\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Draw what was asked for, print the table; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
-    )
+    parser = OneLineParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
         "--schedules", default=",".join(SCHEDULES), help="names, separated by commas (all)"
     )
@@ -260,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("schedules.html"))
     options = parser.parse_args(argv)
     try:
+        check_file("--output", options.output)
         timelines = build(options)
         settings = (
             f"{options.stages} ranks, {options.microbatches} microbatches; forward "
@@ -271,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         with atomic_path(options.output) as path:
             path.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:
-        print(f"show_schedule.py: {error}", file=sys.stderr)
+        print(f"show_schedule.py: error: {error}", file=sys.stderr)
         return 2
     print(settings)
     print(f"  {'schedule':<12} {'bubble':>7} {'time':>8} {'held':>6}")

@@ -6,6 +6,7 @@ writes data/tokenizer.json and data/tokenizer_config.json. Inputs are those of p
 JSON lines, plain text or Parquet, compressed or not. The same input gives the same files.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from megatron.core.datasets.preprocess.reading import read_blocks
 from megatron.core.datasets.preprocess.records import Parser, Problem
 from megatron.core.datasets.preprocess.sources import Source, find_sources, whole
 from megatron.core.tokenizers.files import import_library
-from megatron.core.utils import UserError, atomic_path
+from megatron.core.utils import UserError, atomic_path, check_folder
 from megatron.training.arguments import parse_tool, run_main
 
 PROGRAM = "train_tokenizer"
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = parse_tool(argv, TrainConfig, PROGRAM, dry_run=True)
     config = run.config
     sources = find_sources(config.input, config.input_format)
+    check_folder("--output", config.output)
     if run.invocation.dry_run:
         return 0
     library = import_library("tokenizers", "HuggingFaceTokenizer")
@@ -89,7 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(config, sources), trainer)
+    found = texts(config, sources)
+    first = next((text for text in found if text), None)
+    if first is None:
+        raise UserError(f"--input {' '.join(config.input)} holds no text; nothing to train on")
+    tokenizer.train_from_iterator(itertools.chain([first], found), trainer)
     size = tokenizer.get_vocab_size()
     if size < config.vocab_size:
         say(f"the text has no pair left that occurs twice: {size} ids, not {config.vocab_size}")

@@ -54,6 +54,44 @@ def human_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
+def check_folder(flag: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a folder to write to that cannot be made or written; leaves nothing behind.
+
+    Raises:
+        UserError: a part of the path is a file, or the system refuses a new entry there.
+    """
+    folder = Path(path).absolute()
+    try:
+        while not os.path.lexists(folder):
+            folder = folder.parent
+        # Trying is surer than permissions, which say nothing of /proc or of a read-only mount.
+        Path(tempfile.mkdtemp(prefix=".writable.", dir=folder)).rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{flag} {path}: {folder} is no folder to write to: {error.strerror}"
+        ) from None
+
+
+def check_file(flag: str, path: str | os.PathLike[str], *, replaces: bool = True) -> None:
+    """Refuse a file to write that is a folder, or whose folder cannot be written.
+
+    Args:
+        flag: what named it.
+        path: the file.
+        replaces: it is replaced by a new file beside it; else it is opened to append.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise UserError(f"{flag} {path} is a folder; give a file's name")
+    if replaces or not target.exists():
+        check_folder(flag, target.absolute().parent if os.path.lexists(path) else path)
+    elif not os.access(target, os.W_OK):
+        raise UserError(f"{flag} {path} is a file that one cannot write to")
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` that replaces it when the block succeeds.

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
-from megatron.core.utils import UserError, atomic_path
+from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training import checkpoint_args, flag_status, help_text, idle, rules, verdicts
 from megatron.training.command_line import (
     Given,
@@ -367,6 +367,7 @@ def _read_stored(folder: str, step: int | None) -> Mapping[str, Any] | None:
 
 
 def _write(path: str, program: str, flat: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:
+    check_file("--dump-config", path)
     content = {"program": program, "config": dict(flat), "origins": dict(origins)}
     if path.endswith((".yaml", ".yml")):
         import yaml

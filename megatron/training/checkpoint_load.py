@@ -143,7 +143,13 @@ def _load_random(checkpoint: Checkpoint, mesh: Mesh, say: Say) -> bool:
     here = key in checkpoint.index.tensors
 
     def unpack() -> None:
-        random_states.unpack(checkpoint.read(key), mesh.device)
+        states = checkpoint.read(key)
+        try:
+            random_states.unpack(states, mesh.device)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {error}; --no-load-rng leaves them out"
+            ) from None
 
     agree(attempt(unpack, here), mesh.world, CheckpointError)
     everywhere = all(comm.gather_objects(here, mesh.world))

@@ -200,7 +200,8 @@ def summarise(
     losses = {}
     for name in names:
         values = [row[name] for row in trained if row.get(name) is not None]
-        losses[name.replace("_", " ")] = math.fsum(values) / len(values) if values else math.nan
+        if values:  # an interval that trained on nothing has no loss
+            losses[name.replace("_", " ")] = math.fsum(values) / len(values)
     computed = [row for row in rows if not row["left_out"]]
     warm = computed[1:] if first and len(computed) > 1 else computed
     warm_seconds = math.fsum(row["elapsed_ms"] for row in warm) / 1e3

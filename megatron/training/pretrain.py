@@ -20,13 +20,14 @@ from megatron.core import rng
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
+from megatron.core.dist_checkpointing.catalog import TRACKER
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.optimizer.schedule import Schedule, build_schedule
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
-from megatron.core.utils import Say
+from megatron.core.utils import Say, UserError, check_file, check_folder
 from megatron.training import (
     accounting,
     external,
@@ -145,6 +146,7 @@ class Job:
     def run(self) -> int:
         """Build the parts, load, train, evaluate; return the exit code."""
         config = self.config
+        _check_outputs(config)
         tokenizer = build_tokenizer(config.tokenizer)
         tensor_parallel = config.parallel.tensor_model_parallel_size
         vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)
@@ -435,6 +437,29 @@ class Job:
                 progress.saved(state)
 
         return save
+
+
+def _check_outputs(config: RunConfig) -> None:
+    """Refuse places that the run will write to and cannot, before any work is done.
+
+    Raises:
+        UserError: one of them.
+    """
+    if config.training.skip_train:
+        return
+    logging = config.logging
+    for name, folder in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--wandb-save-dir", logging.wandb_save_dir),
+    ):
+        if folder is not None:
+            check_folder(name, folder)
+    save = config.checkpoint.save
+    if save is not None and (tracker := Path(save) / TRACKER).is_dir():
+        raise UserError(f"--save {save}: {tracker} is a folder where a file belongs; remove it")
+    if logging.metrics_file is not None:
+        check_file("--metrics-file", logging.metrics_file, replaces=False)
 
 
 def _printer(rank: int) -> Say:

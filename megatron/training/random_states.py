@@ -30,7 +30,20 @@ def pack(device: torch.device) -> Tensor:
 
 
 def unpack(states: Tensor, device: torch.device) -> None:
-    """Put every generator into the state that `pack` saw."""
+    """Put every generator into the state that `pack` saw.
+
+    Raises:
+        ValueError: these are no states.
+    """
+    try:
+        _restore(states, device)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:  # JSON's and base64's too
+        raise ValueError(
+            f"the states of the random generators are damaged ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _restore(states: Tensor, device: torch.device) -> None:
     values = json.loads(bytes(states.numpy()).decode())
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))

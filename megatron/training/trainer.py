@@ -66,6 +66,8 @@ class Trainer:
         self._seconds = 0.0
         """Wall time of this process's iterations."""
         self._warned = False
+        self._warned_of_nothing = False
+        """In this log interval: an iteration had no token that counts."""
         self._on_first: Callable[[float], None] = lambda seconds: None
 
     def train(self, on_first: Callable[[float], None] | None = None) -> Reason:
@@ -102,6 +104,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         self._count(plan, seconds)
         self._record(plan, result, seconds)
+        self._warn_of_nothing(plan, result)
         self._say(self.parts.profiler.after(plan.iteration))
         self._log_when_due()
         self._evaluate_when_due()
@@ -174,6 +177,17 @@ class Trainer:
             )
         )
 
+    def _warn_of_nothing(self, plan: Plan, result: StepResult) -> None:
+        """Tell, once in a log interval, of an iteration without a token that counts."""
+        nothing = result.skipped and not result.nan and plan.iteration not in self.skipped
+        if nothing and not self._warned_of_nothing:
+            self._warned_of_nothing = True
+            self._say(
+                f"warning: no token of iteration {plan.iteration} counts, so nothing was trained "
+                "and it is a skipped iteration: is the corpus all end tokens (--eod-mask-loss) or "
+                "padding?"
+            )
+
     def _log_when_due(self) -> None:
         iteration, interval = self.state.iteration, self.config.logging.log_interval
         if iteration - self._started == MEMORY_SHOWN_AFTER:
@@ -182,6 +196,7 @@ class Trainer:
         if iteration % interval:
             return
         self.parts.metrics.print_line()
+        self._warned_of_nothing = False
         self.parts.profiler.snapshot()
         self._show_timers(min(interval, iteration - self._started))
         if not self._warned:

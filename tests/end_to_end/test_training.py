@@ -20,6 +20,7 @@ import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.load import Checkpoint
 from megatron.core.rng import DropoutKey
+from megatron.core.utils import UserError
 from megatron.training import pretrain
 from megatron.training.launch import Launch
 from megatron.training.objective import TokenLosses
@@ -462,3 +463,40 @@ def test_a_cyclic_order_and_a_length_in_samples(run: Callable[..., int]) -> None
     assert [row["consumed_samples"] for row in rows()] == [4, 8, 12, 16, 20]
     rates = [row["learning_rate"] for row in rows()]
     assert rates[:3] == pytest.approx([0.0, 0.005, 0.01])
+
+
+def test_a_corpus_of_which_no_token_counts_is_warned_of(
+    run: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "ends"), np.uint16)
+    for _ in range(300):
+        builder.add_document([VOCABULARY] * 5, [5])
+    builder.finalize()
+    words = ("--data-path", tmp_path / "ends", "--eod-mask-loss", "--train-iters", 4)
+    assert run(*words, "--log-interval", 2) == 0
+    out = capfd.readouterr().out
+    assert re.findall(r"warning: no token of iteration (\d+) counts", out) == ["1", "3"]
+    assert "lm loss" not in out and out.count("number of skipped iterations:   2 |") == 2
+    assert [row["lm_loss"] for row in rows()] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "place"),
+    [
+        ("--save", "/proc/x"),
+        ("--save", "/dev/null"),
+        ("--save", "file"),
+        ("--save", "tracked"),
+        ("--metrics-file", "."),
+        ("--metrics-file", "/proc/x/metrics"),
+        ("--tensorboard-dir", "/proc/x"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    run: Callable[..., int], flag: str, place: str
+) -> None:
+    Path("file").touch()
+    Path("tracked", "latest_checkpointed_iteration.txt").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"^{flag} {re.escape(place)}"):
+        run("--train-iters", 2, flag, place)
+    assert not Path("metrics.jsonl").exists()

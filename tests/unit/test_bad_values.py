@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from megatron.core.config import specs
-from megatron.core.utils import UserError
+from megatron.core.optimizer.schedule import Schedule, differences
+from megatron.core.utils import UserError, check_file, check_folder
+from megatron.training import random_states
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
+from tools import train_tokenizer
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -111,3 +115,51 @@ def test_an_error_in_a_file_names_the_file(tmp_path: Path, text: str, named: str
     assert yaml.safe_load(text)
     message = refused("--config", str(path))
     assert named in message and f"--config {path}" in message
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null", "{file}", "{file}/below"])
+def test_a_folder_that_cannot_be_made_is_refused_and_nothing_stays(
+    tmp_path: Path, place: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("content")
+    path = place.format(file=file)
+    with pytest.raises(UserError) as caught:
+        check_folder("--save", path)
+    assert f"--save {path}" in str(caught.value)
+    check_folder("--save", tmp_path / "new" / "deeper")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, "/proc/x"):
+        for replaces in (True, False):
+            with pytest.raises(UserError, match=f"--output {path}|--output /proc"):
+                check_file("--output", path, replaces=replaces)
+    check_file("--output", tmp_path / "new" / "file")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", [b"{", b"{}", b'{"python": [3, [], null]}', b"\xff"])
+def test_damaged_random_states_are_a_plain_error(text: bytes) -> None:
+    states = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="random generators are damaged"):
+        random_states.unpack(states, torch.device("cpu"))
+
+
+def test_a_constant_rate_has_no_decay_that_could_differ() -> None:
+    def of(text: str) -> Schedule:
+        words = f"{BASE} --lr-decay-style {text}".split()
+        return parse(words).config.learning_schedule
+
+    assert differences(of("constant"), of("constant --train-iters 20")) == []
+    assert differences(of("constant"), of("constant --lr 2e-3"))
+    assert differences(of("cosine"), of("cosine --train-iters 20"))
+
+
+def test_a_tokenizer_is_not_trained_on_nothing(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match="holds no text"):
+        train_tokenizer.main(
+            f"--input {tmp_path / 'text.jsonl'} --output {tmp_path} --vocab-size 300".split()
+        )

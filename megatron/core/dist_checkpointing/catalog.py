@@ -90,6 +90,8 @@ def read_tracker(root: Path) -> Name | None:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is a folder instead of a file; remove it") from None
     if text == RELEASE:
         return RELEASE
     if not text.isdecimal():

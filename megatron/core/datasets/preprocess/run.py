@@ -30,7 +30,7 @@ from megatron.core.datasets.preprocess.sources import Source, Span, find_sources
 from megatron.core.datasets.preprocess.workers import encode_blocks
 from megatron.core.datasets.sidecar import sidecar_path, write_json
 from megatron.core.progress import Progress
-from megatron.core.utils import UserError, human_bytes
+from megatron.core.utils import UserError, check_folder, human_bytes
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,7 @@ def _check_output(config: PreprocessConfig, sources: Sequence[Source]) -> None:
     if not os.path.basename(prefix):
         raise UserError(f"--output-prefix {prefix} is a folder; add the start of a file name")
     folder = Path(prefix).absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"--output-prefix {prefix}: {folder} is no folder that one can write to")
+    check_folder("--output-prefix", folder if os.path.lexists(prefix) else prefix)
     outputs = {
         os.path.realpath(f"{prefix}_{key}_{config.level}{ending}")
         for key in config.json_keys
