@@ -6,6 +6,7 @@ raises `UserError`; `run_main` turns that into one message and exit code 2.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -234,6 +235,10 @@ def run_main(main: Callable[[], int | None], program: str) -> None:
     except Exception:
         traceback.print_exc()
         code = 1
+    # Readers that leave the exit signal to the loop ignore what Python ends its children with:
+    # after a failure it would wait for them for ever.
+    for child in multiprocessing.active_children():
+        child.kill()
     sys.exit(code)
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return what trains in this process, in a folder of its own, and returns the exit code."""
+def run(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., int]]:
+    """Yield what trains in this process, in a folder of its own, and returns the exit code."""
+    others = set(multiprocessing.active_children())
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_")):
@@ -55,7 +58,10 @@ def run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     def train(*more: object) -> int:
         return pretrain_gpt.main(flags(corpus, *more))
 
-    return train
+    yield train
+    # A failed test's readers may ignore the signal that Python ends its children with.
+    for reader in set(multiprocessing.active_children()) - others:
+        reader.kill()
 
 
 def flags(corpus: str, *more: object) -> list[str]:
@@ -308,8 +314,10 @@ def ignores(process: int | None, number: int) -> bool:
 def test_a_signal_to_all_processes_spares_the_readers(
     run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    others = set(multiprocessing.active_children())
+
     def signal_everyone() -> None:
-        readers = multiprocessing.active_children()
+        readers = set(multiprocessing.active_children()) - others
         assert readers
         processes = [*(reader.pid for reader in readers), os.getpid()]
         # From outside: readers take their parent's signals for the order to leave.
