@@ -152,9 +152,9 @@ def parse(
             origins.setdefault(name, "default")
     config, flat, derived = _resolve(RunConfig, values)
     full = _origins(flat, origins, derived)
-    rules.check(config, full, parsed.applied.left_out)
-    if not plans:
+    if not plans:  # first: what follows may advise a layout that cannot run yet
         rules.check_built(config)
+    rules.check(config, full, parsed.applied.left_out)
     config, mapped = rules.map_to_cpu(config, full)
     notes, warnings = idle.without_effect(config, full), rules.warnings(config, full)
     run = ParsedRun(
