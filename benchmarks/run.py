@@ -29,7 +29,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         commands = {
             "train_step": ["train_step.py", "--size", "S", "M"],
-            "preprocess": ["preprocess.py", plain_text(folder), "--mb", "30"],
+            "preprocess": ["preprocess.py", plain_text(folder), "--mb", "90", "--rounds", "2"],
             "index_build": ["index_build.py", "--documents", "100_000_000"],
             "kernels": ["kernels.py"],
         }
