@@ -21,6 +21,8 @@ DENSE_AXES = {
     "dp_cp": ("dp", "cp"),
 }
 EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",)}
+# Parts of an axis: neighbouring coordinates (near) or one run of neighbours apart (far).
+PART_AXES = ("kv_replica", "cp_inner", "cp_outer", "ends")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class Mesh:
     """Replicas of the experts."""
     dp_cp: Axis
     """Ranks that see different tokens: gradients are summed over them."""
+    kv_replica: Axis
+    """Neighbours along ``tp`` that hold the same key and value heads: there are fewer query groups
+    than tensor-parallel ranks."""
+    cp_inner: Axis
+    """Neighbours along ``cp`` that trade heads for positions in a two-level scheme."""
+    cp_outer: Axis
+    """Ranks along ``cp`` between which keys travel in a two-level scheme."""
+    ends: Axis
+    """The first and the last rank along ``pp``, which both hold a tied embedding; the ranks between
+    them are alone."""
     world: Axis
     """All ranks."""
 
@@ -83,15 +95,28 @@ class Mesh:
     @classmethod
     def serial(cls, device: str | torch.device = "cpu") -> "Mesh":
         """Return the mesh of one process: every axis has size 1 and no group."""
-        names = [*DENSE_AXES, *EXPERT_AXES, "world"]
+        names = [*DENSE_AXES, *EXPERT_AXES, *PART_AXES, "world"]
         return cls({name: Axis(name, (0,), 0, None) for name in names}, 0, torch.device(device))
 
     @classmethod
-    def create(cls, config: ParallelConfig, device: torch.device) -> "Mesh":
+    def create(
+        cls,
+        config: ParallelConfig,
+        device: torch.device,
+        *,
+        num_query_groups: int | None = None,
+        cp_inner_size: int = 1,
+    ) -> "Mesh":
         """Make every process group of this run; a collective of the whole world.
 
         ``torch.distributed`` is initialised already. Groups are made in one fixed order on every
         rank, each with its peers on all ranks, since making one is a collective of the world.
+
+        Args:
+            config: the layout.
+            device: of this rank.
+            num_query_groups: of the model: fewer than tensor-parallel ranks are shared by some.
+            cp_inner_size: neighbours along ``cp`` that an all-to-all joins, in a two-level scheme.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         dense, expert = config.grids(world_size)
@@ -99,6 +124,15 @@ class Mesh:
         for grid, joint in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
             for name, members in joint.items():
                 axes[name] = bind(name, grid.groups(*members), rank)
+        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        sharers = tp // min(tp, num_query_groups or tp)
+        for name, groups in (
+            ("kv_replica", near(dense.groups("tp"), sharers)),
+            ("cp_inner", near(dense.groups("cp"), cp_inner_size)),
+            ("cp_outer", far(dense.groups("cp"), cp_inner_size if cp_inner_size > 1 else cp)),
+            ("ends", ends(dense.groups("pp"))),
+        ):
+            axes[name] = bind(name, groups, rank)
         everyone = tuple(range(world_size))
         world_group = dist.group.WORLD if world_size > 1 else None
         axes["world"] = Axis("world", everyone, rank, world_group)
@@ -113,14 +147,46 @@ def bind(name: str, groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
 
     Args:
         name: of the axis.
-        groups: the global ranks of each group, in coordinate order; they part the world.
+        groups: the global ranks of each group, in coordinate order; they part the world. Groups
+            of one rank need no process group.
         rank: this process's.
     """
     mine = next(ranks for ranks in groups if rank in ranks)
     group = None
-    if len(mine) > 1:
-        for ranks in groups:
+    for ranks in groups:
+        if len(ranks) > 1:
             made = dist.new_group(list(ranks))
             if ranks == mine:
                 group = made
     return Axis(name, mine, mine.index(rank), group)
+
+
+def near(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Return runs of ``size`` neighbours of each group.
+
+    >>> near([(0, 1, 2, 3)], 2)
+    [(0, 1), (2, 3)]
+    """
+    return [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
+
+
+def far(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Return the ranks of each group that stand ``size`` coordinates apart.
+
+    >>> far([(0, 1, 2, 3)], 2)
+    [(0, 2), (1, 3)]
+    """
+    return [ranks[i::size] for ranks in groups for i in range(size)]
+
+
+def ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the first and last rank of each group, and each of the others alone.
+
+    >>> ends([(0, 1, 2)])
+    [(0, 2), (1,)]
+    """
+    return [
+        part
+        for ranks in groups
+        for part in [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks, *zip(ranks[1:-1])]
+    ]

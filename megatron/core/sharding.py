@@ -154,10 +154,12 @@ def name_parameters(module: nn.Module) -> None:
     """Name every record after its module path.
 
     Layers are registered under their number in the whole model, so the path is the logical name on
-    every layout. A parameter that two modules share keeps the first path.
+    every layout. A parameter that has a name keeps it: one that two modules share has the path in
+    the first, and a tied one that of its twin.
     """
     for path, parameter in module.named_parameters():
-        attach(parameter, replace(of(parameter), name=path))  # type: ignore[arg-type]
+        if not of(parameter).name:
+            attach(parameter, replace(of(parameter), name=path))  # type: ignore[arg-type]
 
 
 def local_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:

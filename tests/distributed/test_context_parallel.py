@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import comm
-from megatron.core.context_parallel.attention import ContextAxes, context_attention, split_axis
+from megatron.core.context_parallel.attention import ContextAxes, context_attention
 from megatron.core.context_parallel.ring import ring_attention
 from megatron.core.context_parallel.share import Share
-from megatron.core.grid import Grid, ParallelConfig
+from megatron.core.grid import ParallelConfig
 from megatron.core.kernels import blocked, ring_block
 from megatron.core.kernels.attention import Extras, Packing, Rule, attention_reference
 from megatron.core.kernels.blocked import attention_blocked
@@ -74,9 +74,9 @@ def inputs(groups: int, dtype: torch.dtype = F64) -> tuple[list[Tensor], Tensor]
 
 def axes_of(rank: int, size: int, inner: int, world: int) -> tuple[Mesh, ContextAxes]:
     parallel = ParallelConfig.resolve(context_parallel_size=size)
-    mesh = Mesh.create(parallel, torch.device("cpu"))
-    groups = Grid({"cp": size, "dp": world // size}).groups("cp")
-    return mesh, split_axis(groups, mesh.cp, inner)
+    mesh = Mesh.create(parallel, torch.device("cpu"), cp_inner_size=inner)
+    assert mesh.world.size == world
+    return mesh, ContextAxes(mesh.cp, mesh.cp_inner, mesh.cp_outer)
 
 
 def on_rank(
@@ -155,7 +155,7 @@ def exchanged(kind: str, size: int, inner: int, groups: int) -> tuple[dict[str, 
             moved[name] = {"all_to_all": (4, 2 * (together + s * B * N * E))}
         if outer > 1:
             share = inner * s * B * copies * kv // inner
-            moved["cp_outer"] = {"shift": (3 * (outer - 1), 3 * (outer - 1) * share)}
+            moved["cp_outer" if inner > 1 else "cp"] = {"shift": (3 * (outer - 1), 3 * (outer - 1) * share)}
     flat = {(axis, op): x for axis, ops in moved.items() for op, x in ops.items()}
     return {key: calls for key, (calls, _) in flat.items()}, {
         key: count * 8 for key, (_, count) in flat.items()
@@ -178,9 +178,8 @@ def test_equals_serial_attention_and_moves_what_the_formula_says(
 def _beside_other_axes(rank: int, kind: str) -> tuple[int, dict[str, Any]]:
     parallel = ParallelConfig.resolve(tensor_model_parallel_size=2, context_parallel_size=2)
     mesh = Mesh.create(parallel, torch.device("cpu"))
-    groups = Grid({"tp": 2, "cp": 2}).groups("cp")
     assert mesh.cp.ranks in [(0, 2), (1, 3)]
-    axes = split_axis(groups, mesh.cp, 1)
+    axes = ContextAxes(mesh.cp, mesh.cp_inner, mesh.cp_outer)
     # Each tensor-parallel coordinate has work of its own.
     name = ("packed", "sinks")[mesh.tp.coordinate]
     return mesh.tp.coordinate, on_rank(axes, kind, name)["found"]

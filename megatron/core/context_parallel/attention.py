@@ -17,12 +17,12 @@ from megatron.core.context_parallel.checks import KINDS
 from megatron.core.context_parallel.ring import ring_attention
 from megatron.core.context_parallel.ulysses import ulysses_attention
 from megatron.core.kernels.attention import AttentionFunction
-from megatron.core.mesh import Axis, bind
+from megatron.core.mesh import Axis
 
 
 @dataclass(frozen=True)
 class ContextAxes:
-    """The context-parallel axis, and the two that ``a2a+p2p`` parts it into."""
+    """The context-parallel axis, and the two that ``a2a+p2p`` parts it into (`mesh.Mesh`)."""
 
     whole: Axis
     inner: Axis | None = None
@@ -48,26 +48,7 @@ def context_attention(kind: str, axes: ContextAxes, attend: AttentionFunction) -
         return partial(ulysses_attention, axis=axes.whole, attend=attend)
     inner, outer = axes.inner, axes.outer
     assert inner is not None and outer is not None, "a2a+p2p needs both of its axes"
-    ring = attend if outer.size == 1 else partial(ring_attention, axis=outer)
     if inner.size == 1:
-        return ring
+        return partial(ring_attention, axis=axes.whole)
+    ring = attend if outer.size == 1 else partial(ring_attention, axis=outer)
     return partial(ulysses_attention, axis=inner, attend=ring)
-
-
-def split_axis(groups: list[tuple[int, ...]], axis: Axis, inner: int) -> ContextAxes:
-    """Make the two axes of ``a2a+p2p``; a collective of the whole world (`mesh.bind`).
-
-    The inner axis's groups are made first, then the outer's, after those of the mesh.
-
-    Args:
-        groups: the ranks of every context-parallel group of the world, in one order on all ranks.
-        axis: this rank's.
-        inner: ranks of an all-to-all.
-    """
-    outer = axis.size // inner
-    assert inner * outer == axis.size and axis.ranks in groups, f"{axis} into {inner}"
-    near = [ranks[i * inner : (i + 1) * inner] for ranks in groups for i in range(outer)]
-    far = [ranks[i::inner] for ranks in groups for i in range(inner)]
-    me = axis.ranks[axis.coordinate]
-    parts = (bind(f"{axis.name}_inner", near, me), bind(f"{axis.name}_outer", far, me))
-    return ContextAxes(axis, *parts)

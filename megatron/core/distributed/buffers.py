@@ -34,6 +34,8 @@ class FlatBuffer:
     grad: Tensor
     summed: tuple[str, ...]
     """Model-parallel axes that some region's gradient is summed over."""
+    is_tied: bool
+    """Another stage holds a copy of its one parameter."""
     data_axis: str = "dp_cp"
     """Axis of the replicas, which every gradient is summed over."""
 
@@ -45,6 +47,7 @@ class FlatBuffer:
         self.parameters = tuple(everyone[slot.index] for slot in plan.slots)
         first = self.parameters[0]
         self.summed = summed_axes(sharding.of(first))
+        self.is_tied = sharding.of(first).tied
         self.data = torch.zeros(plan.size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(plan.size, dtype=grad_dtype, device=first.device)
         self._grad_views = [self._view(self.grad, i) for i in range(len(self.parameters))]
@@ -136,17 +139,19 @@ def build_buffers(
     group_of: GroupOf,
     data_size: int = 1,
     bucket_size: int | None = None,
+    apart: frozenset[int] = frozenset(),
 ) -> list[FlatBuffer]:
     """Move ``parameters`` into flat buffers and give each a gradient of zeros.
 
     Values are kept. A tied parameter gets a buffer of its own, since its gradient is summed with
-    that of its twin on another stage.
+    that of its twin on another stage; so do those whose ids are in ``apart``.
     """
     everyone = list(parameters)
     items = []
     for parameter in everyone:
         record = sharding.of(parameter)
-        key = (parameter.dtype, summed_axes(record), record.name if record.tied else "")
+        alone = record.tied or id(parameter) in apart
+        key = (parameter.dtype, summed_axes(record), record.name if alone else "")
         items.append(Item(record.name, parameter.numel(), key, group_of(record)))
     plans = layout.plan_buffers(items, data_size, bucket_size)
     return [FlatBuffer(plan, everyone, grad_dtype) for plan in plans]

@@ -4,7 +4,8 @@ Each region of a parameter says over which axes (`sharding.Region.summed`): norm
 under sequence parallelism, for one, see a part of the sequence on every rank. A buffer holds
 parameters with equal sets of such axes, so where all regions agree one collective per axis sums the
 whole buffer; otherwise the regions are packed, summed and unpacked. Over axes of size 1 nothing is
-moved.
+moved. A tied embedding has a copy on the first and one on the last stage, whose gradients are
+summed over these two.
 """
 
 from collections.abc import Iterable
@@ -20,6 +21,8 @@ from megatron.core.mesh import Mesh
 def sum_regions(buffers: Iterable[FlatBuffer], mesh: Mesh) -> None:
     """Complete the gradients of regions that several ranks hold parts of, in place."""
     for buffer in buffers:
+        if buffer.is_tied:
+            comm.all_reduce(buffer.grad, mesh.ends)
         for name in buffer.summed:
             axis = mesh[name]
             if axis.size == 1:

@@ -7,10 +7,15 @@
     loss or logits = head(norm(x))       the head's matrix is the embedding's, unless untied
 
 Norm, activation, position scheme, grouping of key heads and the rest are choices of
-`TransformerConfig`. Under pipeline parallelism a rank builds only what its `Stage` owns.
+`TransformerConfig`. Under pipeline parallelism a rank builds only what its `Stage` owns: a later
+stage takes the hidden states of the one before, and an earlier one gives its own.
 
-Shapes: B batch, S sequence, H hidden.
+Shapes: B batch, S positions of this context-parallel rank (in `x_SBH` of this rank, sequence
+parallelism counted), H hidden.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +33,6 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.position import RotaryTables
-from megatron.core.utils import UserError
 
 
 class GPTModel(nn.Module):
@@ -42,8 +46,12 @@ class GPTModel(nn.Module):
         vocab_size: true rows of the vocabulary.
         padded_vocab_size: rows with padding, a multiple of the tensor-parallel size.
         dtype: of weights and activations.
-        stage: what this rank owns; everything when absent.
+        stage: what this part of the model owns; everything when absent.
         sequence_parallel: split activations along the sequence between tensor-parallel regions.
+        context_kinds: how attention over a sequence's ranks communicates (`context_parallel`): one
+            kind for all layers, or one for each.
+        ends_meet: first and last stage are two of this rank's, as in a V-shaped pipeline.
+        shared: then, for the last one, the token vectors of the first.
     """
 
     def __init__(
@@ -56,40 +64,41 @@ class GPTModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         stage: Stage | None = None,
         sequence_parallel: bool = False,
+        context_kinds: tuple[str, ...] = ("p2p",),
+        ends_meet: bool = False,
+        shared: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
         self.stage = stage or Stage(range(config.num_layers))
         backends = choose_backends(config, mesh.device, dtype)
-        around = Surroundings(config, mesh, dtype, backends, sequence_parallel and mesh.tp.size > 1)
+        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        around = Surroundings(config, mesh, dtype, backends, self.sequence_parallel, context_kinds)
         self.backends = backends
         rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
-        self.embedding = LanguageEmbedding(rows, around) if self.stage.is_first else None
+        tied = not config.untie_embeddings_and_output_weights
+        ends_meet = ends_meet or (self.stage.is_first and self.stage.is_last)
+        self.embedding: LanguageEmbedding | None = None
+        if self.stage.is_first:
+            self.embedding = LanguageEmbedding(rows, around, tied=tied and not ends_meet)
+            shared = self.embedding.word_embeddings.weight
         self.decoder = TransformerBlock(self.stage.layers, self.stage.is_last, around)
-        self.output_layer = None
+        self.output_layer: LanguageHead | None = None
         if self.stage.is_last:
-            self.output_layer = LanguageHead(rows, around, self._tied_weight())
+            shared = shared if tied else None
+            self.output_layer = LanguageHead(rows, around, shared, tied=tied and not ends_meet)
         self.rotary: RotaryTables | None = None
         if config.position.is_rotary:
             head_size = config.attention.kv_channels
-            self.rotary = RotaryTables(config.position, head_size, mesh.device, dtype)
+            self.rotary = RotaryTables(config.position, head_size, mesh, dtype)
         sharding.name_parameters(self)
-
-    def _tied_weight(self) -> nn.Parameter | None:
-        if self.config.untie_embeddings_and_output_weights:
-            return None
-        if self.embedding is None:
-            raise UserError(
-                "tied embeddings over several pipeline stages are not there yet; give "
-                "--untie-embeddings-and-output-weights or --pipeline-model-parallel-size 1"
-            )
-        return self.embedding.word_embeddings.weight
 
     def forward(
         self,
-        tokens_BS: Tensor,
+        tokens_BS: Tensor | None,
         labels_BS: Tensor | None = None,
         *,
+        x_SBH: Tensor | None = None,
         position_ids_BS: Tensor | None = None,
         packing: Packing | None = None,
         dropout: DropoutKey | None = None,
@@ -98,22 +107,55 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Return every token's loss ``[B, S]`` or, without labels, logits ``[B, S, vocab_size]``.
 
+        A stage that is not the last returns its hidden states ``[S, B, H]`` instead.
+
         Args:
-            tokens_BS: token ids.
-            labels_BS: the token that follows each one.
+            tokens_BS: token ids; only the first stage looks at them.
+            labels_BS: the token that follows each one; only the last stage looks at them.
+            x_SBH: what the stage before returned; on the first stage None.
             position_ids_BS: positions where they are not 0 .. S-1 (packed documents, decoding).
             packing: documents that attend only within themselves.
             dropout: key of the dropout masks; absent switches dropout off.
             cache: keys and values of earlier tokens, and room for these.
             query_positions_BS: where these tokens stand among the cached ones.
         """
-        assert self.embedding is not None, "a later stage takes activations, not tokens"
-        assert self.output_layer is not None, "an earlier stage has no head"
         positions = query_positions_BS if query_positions_BS is not None else position_ids_BS
-        rotary = self.rotary(tokens_BS.shape[1], positions) if self.rotary else None
+        if self.embedding is not None:
+            assert tokens_BS is not None and x_SBH is None, "the first stage takes tokens"
+            length = tokens_BS.shape[1]
+            x_SBH = self.embedding(tokens_BS, positions, dropout)
+        else:
+            assert x_SBH is not None, "a later stage takes hidden states"
+            length = x_SBH.shape[0] * (self.mesh.tp.size if self.sequence_parallel else 1)
+        rotary = self.rotary(length, positions) if self.rotary else None
         context = Context(rotary, packing, dropout, cache, query_positions_BS)
-        x_SBH = self.embedding(tokens_BS, positions, dropout)
         x_SBH = self.decoder(x_SBH, context)
+        if self.output_layer is None:
+            return x_SBH
         if labels_BS is None:
             return self.output_layer.logits(x_SBH)
         return self.output_layer.losses(x_SBH, labels_BS)
+
+
+def build_chunks(
+    config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
+) -> list[GPTModel]:
+    """Return this rank's parts of a GPT, one for each of its stages.
+
+    Where both ends are on this rank and tied, they share one parameter.
+
+    Args:
+        config: the architecture.
+        mesh: axes and device.
+        stages: of this rank, in order of its chunks.
+        settings: further arguments of `GPTModel`.
+    """
+    ends_meet = stages[0].is_first and stages[-1].is_last
+    chunks: list[GPTModel] = []
+    for stage in stages:
+        first = chunks[0].embedding if chunks and stage.is_last else None
+        shared = first.word_embeddings.weight if first is not None else None
+        chunks.append(
+            GPTModel(config, mesh, stage=stage, ends_meet=ends_meet, shared=shared, **settings)
+        )
+    return chunks

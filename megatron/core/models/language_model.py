@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, H hidden, V padded vocabulary (v this rank's share).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +23,17 @@ from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.position import LearnedPositions
 
 
-class LanguageEmbedding(nn.Module):
-    """Token vectors, plus learned position vectors where the model has them, then dropout."""
+TOKEN_VECTORS = "embedding.word_embeddings.weight"
+"""Logical name of the matrix that an embedding holds, and a head that is tied to it."""
 
-    def __init__(self, rows: VocabularyRows, around: Surroundings) -> None:
+
+class LanguageEmbedding(nn.Module):
+    """Token vectors, plus learned position vectors where the model has them, then dropout.
+
+    ``tied`` says that the head, on another rank, holds a second copy of the token vectors.
+    """
+
+    def __init__(self, rows: VocabularyRows, around: Surroundings, tied: bool = False) -> None:
         super().__init__()
         config, init = around.config, embedding_init(around.config)
         self.word_embeddings = VocabParallelEmbedding(
@@ -34,6 +43,7 @@ class LanguageEmbedding(nn.Module):
             around.mesh,
             around.dtype,
             sequence_parallel=around.sequence_parallel,
+            tied=tied,
         )
         self.position_embeddings: LearnedPositions | None = None
         if config.position.position_embedding_type == "learned_absolute":
@@ -69,22 +79,32 @@ class LanguageEmbedding(nn.Module):
 class LanguageHead(nn.Module):
     """Logits of the next token, or its loss.
 
-    ``tied`` is the embedding's matrix when both ends share one.
+    Args:
+        rows: of the vocabulary, on this rank.
+        around: what every module is built with.
+        shared: the embedding's matrix when both ends are on this rank and share it.
+        tied: the embedding, on another rank, holds the same matrix.
     """
 
     def __init__(
-        self, rows: VocabularyRows, around: Surroundings, tied: nn.Parameter | None
+        self,
+        rows: VocabularyRows,
+        around: Surroundings,
+        shared: nn.Parameter | None = None,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         config = around.config
         self.rows, self.axis = rows, around.mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.logit_softcap
         self.gathers = around.sequence_parallel
-        if tied is None:
+        if shared is None:
             record = rows.record(config.hidden_size, embedding_init(config))
+            if tied:  # one logical matrix, whose first values and name are the embedding's
+                record = replace(record, tied=True, name=TOKEN_VECTORS)
             shape = (rows.count, config.hidden_size)
-            tied = make_parameter(record, shape, around.mesh, around.dtype)
-        self.weight = tied
+            shared = make_parameter(record, shape, around.mesh, around.dtype)
+        self.weight = shared
 
     def local_logits(self, x_SBH: Tensor) -> Tensor:
         """Return this rank's share of the logits, ``[S, B, v]``."""

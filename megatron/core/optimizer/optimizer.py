@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import layout
+from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import clip, groups
@@ -239,11 +240,15 @@ def build_optimizer(
     modules: Iterable[nn.Module],
     mesh: Mesh,
     precision: PrecisionConfig,
+    replicas: DataParallelConfig | None = None,
 ) -> Optimizer:
     """Return the optimizer of this rank's model chunks, whose parameters move into flat buffers.
 
-    The parameters are named and initialised already: masters are taken from them.
+    The parameters are named and initialised already: masters are taken from them. ``replicas`` says
+    how their gradients are summed.
     """
     grad_dtype: torch.dtype = getattr(torch, precision.accumulation_dtype)
-    data_parallel = DataParallel(modules, mesh, grad_dtype, group_of=groups.grouping(config))
+    data_parallel = DataParallel(
+        modules, mesh, grad_dtype, group_of=groups.grouping(config), config=replicas
+    )
     return Optimizer(config, data_parallel, mesh)

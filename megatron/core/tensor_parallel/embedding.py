@@ -6,6 +6,7 @@ they stay zero, are never stored, and the cross entropy gives them neither proba
 Shapes: S sequence, B batch, H hidden, V padded vocabulary; lower case is this rank's share.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,13 +81,15 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype,
         *,
         sequence_parallel: bool = False,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.rows = rows
         self.axis = mesh.tp
         self.sequence_parallel = sequence_parallel
         shape = (rows.count, hidden_size)
-        self.weight = make_parameter(rows.record(hidden_size, init), shape, mesh, dtype)
+        record = replace(rows.record(hidden_size, init), tied=tied)
+        self.weight = make_parameter(record, shape, mesh, dtype)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         tokens_SB = tokens_BS.t()

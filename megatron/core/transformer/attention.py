@@ -2,7 +2,8 @@
 
 The fused query-key-value matrix is Megatron's: for each query group its query heads, then its key
 head, then its value head. Groups are cut over the tensor-parallel axis, so a rank's rows are
-contiguous.
+contiguous. With fewer groups than ranks, neighbours (`Mesh.kv_replica`) cut the query heads of a
+group and each hold its key and value heads, whose gradients are then summed over them.
 
 Shapes: S queries, T keys, B batch, H hidden, n query heads on this rank, g query groups on this
 rank, D channels of a head.
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import rng, sharding
+from megatron.core.context_parallel.attention import ContextAxes, context_attention
 from megatron.core.kernels.attention import Extras, Rule
 from megatron.core.mesh import Mesh
-from megatron.core.sharding import Init
+from megatron.core.sharding import Box, Init, Region, Sharding
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -29,7 +31,7 @@ from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init, residual_init
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.position import alibi_slopes
-from megatron.core.utils import UserError, divide
+from megatron.core.utils import divide
 
 
 class SelfAttention(nn.Module):
@@ -44,17 +46,20 @@ class SelfAttention(nn.Module):
         backends: Backends,
         *,
         sequence_parallel: bool = False,
+        context_kind: str = "p2p",
     ) -> None:
         super().__init__()
         attention = config.attention
         self.layer, self.mesh = layer, mesh
         self.head_size = attention.kv_channels
         self.heads = divide(attention.num_attention_heads, mesh.tp.size)
-        self.groups = _groups_per_rank(attention.num_query_groups, mesh)
+        self.groups = divide(attention.num_query_groups * mesh.kv_replica.size, mesh.tp.size)
         self.rotates = config.position.layer_rotates(layer)
         self.interleaved = config.position.rotary_interleaved
         self.dropout = attention.attention_dropout
-        self.rope, self.attend = backends.rope, backends.attention
+        self.rope = backends.rope
+        axes = ContextAxes(mesh.cp, mesh.cp_inner, mesh.cp_outer)
+        self.attend = context_attention(context_kind, axes, backends.attention)
         scale = attention.softmax_scale
         self.rule = Rule(
             scale=1.0 / math.sqrt(self.head_size) if scale is None else scale,
@@ -71,13 +76,12 @@ class SelfAttention(nn.Module):
     ) -> None:
         attention, hidden = config.attention, config.hidden_size
         width = attention.num_attention_heads * self.head_size
-        rows = width + 2 * attention.num_query_groups * self.head_size
         cut = (mesh.tp.coordinate, mesh.tp.size)
-        qkv = sharding.split((rows, hidden), inner_init(config, (rows, hidden)), 0, *cut)
+        qkv = qkv_record(config, mesh)
         proj = sharding.split((hidden, width), residual_init(config, (hidden, width)), 1, *cut)
         self.linear_qkv = ColumnParallelLinear(
             qkv,
-            divide(rows, mesh.tp.size),
+            (self.heads + 2 * self.groups) * self.head_size,
             mesh,
             dtype,
             bias=config.add_bias_linear or attention.add_qkv_bias,
@@ -175,10 +179,35 @@ class _L2Norm(nn.Module):
         return self.rms_norm(x, None, self.epsilon)
 
 
-def _groups_per_rank(groups: int, mesh: Mesh) -> int:
-    if groups % mesh.tp.size:
-        raise UserError(
-            f"--num-query-groups ({groups}) must be a multiple of --tensor-model-parallel-size "
-            f"({mesh.tp.size}); key and value heads are not yet shared between ranks"
-        )
-    return groups // mesh.tp.size
+def qkv_record(config: TransformerConfig, mesh: Mesh) -> Sharding:
+    """Return the record of this rank's share of the fused query-key-value matrix."""
+    attention, hidden = config.attention, config.hidden_size
+    size, groups = attention.kv_channels, attention.num_query_groups
+    per_group = divide(attention.num_attention_heads, groups)
+    rows = (attention.num_attention_heads + 2 * groups) * size
+    shape, sharers = (rows, hidden), mesh.kv_replica
+    init = inner_init(config, shape)
+    if sharers.size == 1:
+        return sharding.split(shape, init, 0, mesh.tp.coordinate, mesh.tp.size)
+    # This rank's query heads of its group, then the group's key and value head.
+    group, share = mesh.tp.coordinate // sharers.size, divide(per_group, sharers.size) * size
+    start = group * (per_group + 2) * size
+    query, pair = start + sharers.coordinate * share, start + per_group * size
+    return Sharding(
+        shape,
+        (
+            Region(_rows(0, share, hidden), _rows(query, query + share, hidden)),
+            Region(
+                _rows(share, share + 2 * size, hidden),
+                _rows(pair, pair + 2 * size, hidden),
+                replicated=(sharers.name,),
+                summed=(sharers.name,),
+            ),
+        ),
+        init,
+        matrix=True,
+    )
+
+
+def _rows(start: int, stop: int, columns: int) -> Box:
+    return (start, stop), (0, columns)

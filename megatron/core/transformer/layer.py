@@ -28,6 +28,8 @@ class Surroundings:
     dtype: torch.dtype
     backends: Backends
     sequence_parallel: bool = False
+    context_kinds: tuple[str, ...] = ("p2p",)
+    """How attention over the sequence's ranks communicates: of all layers, or of each."""
 
     @property
     def norm_summed(self) -> tuple[str, ...]:
@@ -45,6 +47,7 @@ def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
             around.dtype,
             around.backends,
             sequence_parallel=around.sequence_parallel,
+            context_kind=around.context_kinds[layer if len(around.context_kinds) > 1 else 0],
         )
     assert kind == "mlp", kind
     return MLP(around.config, around.mesh, around.dtype, sequence_parallel=around.sequence_parallel)

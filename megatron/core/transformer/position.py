@@ -1,6 +1,8 @@
 """How positions enter: a learned table on the embedding, rotations, or biases on the scores.
 
-Shapes: B batch, S sequence, H hidden, n heads, f rotary frequencies.
+Where nobody gives positions, a rank's are those that `context_parallel.partition` gives it.
+
+Shapes: B batch, S positions of this context-parallel rank, H hidden, n heads, f rotary frequencies.
 """
 
 import math
@@ -8,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from megatron.core.context_parallel.partition import positions
 from megatron.core.kernels import rope
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init
@@ -33,6 +36,7 @@ class LearnedPositions(nn.Module):
         rows = config.max_position_embeddings
         record = position_record(rows, hidden_size, init, summed)
         self.weight = make_parameter(record, (rows, hidden_size), mesh, dtype)
+        self.axis = mesh.cp
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
         """Return ``[S, 1, H]``, or ``[S, B, H]`` where samples have positions of their own.
@@ -40,26 +44,30 @@ class LearnedPositions(nn.Module):
         Raises:
             UserError: the sequence is longer than the table.
         """
-        if length > self.weight.shape[0]:
+        whole = length * self.axis.size
+        if whole > self.weight.shape[0]:
             raise UserError(
-                f"a sequence of {length} tokens exceeds --max-position-embeddings "
+                f"a sequence of {whole} tokens exceeds --max-position-embeddings "
                 f"({self.weight.shape[0]}); raise it or shorten --seq-length"
             )
-        if position_ids_BS is None:
+        if position_ids_BS is not None:
+            return self.weight[position_ids_BS.t()]
+        if self.axis.size == 1:
             return self.weight[:length].unsqueeze(1)
-        return self.weight[position_ids_BS.t()]
+        here = positions(whole, self.axis.coordinate, self.axis.size)
+        return self.weight[here.to(self.weight.device)].unsqueeze(1)
 
 
 class RotaryTables:
     """Cosines and sines for the positions of a microbatch; plain ranges are computed once."""
 
     def __init__(
-        self, config: PositionConfig, head_size: int, device: torch.device, dtype: torch.dtype
+        self, config: PositionConfig, head_size: int, mesh: Mesh, dtype: torch.dtype
     ) -> None:
         dim = config.rotated_channels(head_size)
         assert dim >= 2 and dim % 2 == 0, f"{dim} channels are not pairs"
-        self.dtype = dtype
-        self.frequencies = frequencies(config, dim).to(device)
+        self.dtype, self.axis = dtype, mesh.cp
+        self.frequencies = frequencies(config, dim).to(mesh.device)
         self.concentration = concentration(config)
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -68,13 +76,13 @@ class RotaryTables:
         if position_ids_BS is not None:
             return self._compute(position_ids_BS.t())
         if length not in self._plain:
-            self._plain[length] = self._compute(
-                torch.arange(length, device=self.frequencies.device)
-            )
+            axis = self.axis
+            here = positions(length * axis.size, axis.coordinate, axis.size)
+            self._plain[length] = self._compute(here.to(self.frequencies.device))
         return self._plain[length]
 
-    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rope.rope_tables(self.frequencies, positions, self.dtype, self.concentration)
+    def _compute(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.rope_tables(self.frequencies, at, self.dtype, self.concentration)
 
 
 def frequencies(config: PositionConfig, dim: int) -> Tensor:

@@ -1,0 +1,132 @@
+"""What a user chooses about a pipeline, and what follows from it; plain Python."""
+
+from typing import Literal
+
+from megatron.core.config import Config, check_at_least, option
+from megatron.core.pipeline_parallel.placement import Placement
+from megatron.core.pipeline_parallel.schedules import Schedule, ScheduleName, make_schedule
+from megatron.core.pipeline_parallel.stages import Stage, chunks_per_rank, plan_stages
+from megatron.core.utils import UserError
+
+
+class PipelineConfig(Config):
+    """How layers are cut into stages, and in which order a rank works on them."""
+
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = option(
+        "auto"
+    )
+    """Order of a rank's forwards and backwards; ``auto`` is interleaved where a rank holds several
+    stages, else 1f1b."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = option(None)
+    """Layers of each of a rank's stages: sets how many stages it holds."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = option(None)
+    """Stages that each rank holds."""
+
+    microbatch_group_size_per_vp_stage: int | None = option(
+        None, flag="--microbatch-group-size-per-virtual-pipeline-stage"
+    )
+    """Microbatches that pass through a stage before its rank turns to its next one; the number of
+    pipeline ranks when absent."""
+
+    decoder_first_pipeline_num_layers: int | None = option(None)
+    """Layers on the first rank; the others share the rest."""
+
+    decoder_last_pipeline_num_layers: int | None = option(None)
+    """Layers on the last rank; the others share the rest."""
+
+    account_for_embedding_in_pipeline_split: bool = option(False)
+    """Give the first stage one layer less."""
+
+    account_for_loss_in_pipeline_split: bool = option(False)
+    """Give the last stage one layer less."""
+
+    pipeline_model_parallel_layout: str | None = option(None)
+    """Every stage written out: E embedding, t layer, m multi-token prediction, L loss, stages
+    between bars, such as ``Et*3|(tt|)*2,L``."""
+
+    overlap_p2p_comm: bool = option(
+        True,
+        flag="--overlap-p2p-communication",
+        aliases={"--no-overlap-p2p-communication": False},
+    )
+    """Let transfers between stages run beside the computation."""
+
+    deallocate_pipeline_outputs: bool = option(True)
+    """Free a stage's output once it is sent."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            self,
+            1,
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "microbatch_group_size_per_vp_stage",
+        )
+
+    def placement(self, num_layers: int, num_ranks: int) -> Placement:
+        """Return where the stages of a model live.
+
+        Raises:
+            UserError: the stages do not divide, or do not go with the schedule.
+        """
+        chunks = chunks_per_rank(
+            num_layers,
+            num_ranks,
+            layers_per_stage=self.num_layers_per_virtual_pipeline_stage,
+            stages_per_rank=self.num_virtual_stages_per_pipeline_rank,
+            layout=self.pipeline_model_parallel_layout,
+        )
+        if self.pipeline_schedule == "zb-v":
+            counts = (
+                self.num_layers_per_virtual_pipeline_stage,
+                self.num_virtual_stages_per_pipeline_rank,
+                self.pipeline_model_parallel_layout,
+            )
+            if num_ranks > 1 and counts == (None, None, None):
+                chunks = 2  # what the schedule is made for
+            if chunks == 2:
+                return Placement(num_ranks, 2, "v")
+        if chunks > 1 and num_ranks == 1:
+            raise UserError(
+                f"--pipeline-model-parallel-size (1) with {chunks} stages per rank: one rank holds "
+                "all layers as one stage; drop --num-virtual-stages-per-pipeline-rank, "
+                "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout"
+            )
+        return Placement(num_ranks, chunks)
+
+    def stages(self, num_layers: int, num_ranks: int, mtp_num_layers: int = 0) -> list[Stage]:
+        """Return every stage of a model, by position.
+
+        Raises:
+            UserError: the layers cannot be split so.
+        """
+        return plan_stages(
+            num_layers,
+            self.placement(num_layers, num_ranks),
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            account_for_embedding=self.account_for_embedding_in_pipeline_split,
+            account_for_loss=self.account_for_loss_in_pipeline_split,
+            layout=self.pipeline_model_parallel_layout,
+            mtp_num_layers=mtp_num_layers,
+        )
+
+    def schedule(self, placement: Placement, num_microbatches: int) -> Schedule:
+        """Return the actions of all ranks for an iteration; the same object for equal arguments.
+
+        Raises:
+            UserError: the schedule does not go with the placement.
+        """
+        name: ScheduleName
+        if self.pipeline_schedule != "auto":
+            name = self.pipeline_schedule
+        else:
+            name = "interleaved" if placement.num_chunks > 1 else "1f1b"
+        if placement.num_ranks == 1 and name in ("interleaved", "zb-v"):
+            name = "1f1b"  # on one rank every schedule is forward, backward
+        group = self.microbatch_group_size_per_vp_stage
+        return make_schedule(
+            name, placement.num_ranks, num_microbatches, placement.num_chunks, group
+        )
