@@ -14,12 +14,13 @@ from megatron.core.utils import UserError
 from megatron.training import arguments, launch, plan_report
 
 if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
-    from torch import nn
+    from torch import Tensor
 
     from megatron.core.datasets.builder import Built, Sizes
     from megatron.core.datasets.cache import BuildPolicy
     from megatron.core.mesh import Mesh
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel.stages import Stage
     from megatron.core.rng import DropoutKey
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.core.tokenizers.vocabulary import Vocabulary
@@ -31,19 +32,23 @@ if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-ru
 PROGRAM = "pretrain_gpt"
 
 
-def build_model(config: RunConfig, mesh: Mesh, vocabulary: Vocabulary) -> GPTModel:
-    """Return this rank's part of the model; its values are drawn afterwards."""
+def build_model(
+    config: RunConfig, mesh: Mesh, vocabulary: Vocabulary, stages: Sequence[Stage]
+) -> list[GPTModel]:
+    """Return this rank's stages of the model; their values are drawn afterwards."""
     import torch
 
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import build_chunks
 
-    return GPTModel(
+    return build_chunks(
         config.model,
         mesh,
+        stages,
         vocab_size=vocabulary.rows,
         padded_vocab_size=vocabulary.padded_rows,
         dtype=getattr(torch, config.precision.params_dtype),
         sequence_parallel=config.parallel.sequence_parallel,
+        context_kinds=config.context.kinds(config.model.num_layers),
     )
 
 
@@ -62,20 +67,26 @@ def build_datasets(
     return builder.build_datasets(config.data, sizes, info, seed, policy, say=say)
 
 
-def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
-    """Return the loss of every token of a microbatch, and which of them count."""
+def forward_step(
+    model: GPTModel, batch: Batch, x_SBH: Tensor | None, dropout: DropoutKey | None
+) -> TokenLosses | Tensor:
+    """Return a stage's hidden states or, of the last, the tokens' losses and which of them count.
+
+    ``x_SBH`` is what the stage before returned; a stage between the ends may get an empty batch.
+    """
     from megatron.core.kernels.attention import Packing
     from megatron.training.objective import TokenLosses
 
     bounds = batch.get("cu_seqlens")
-    losses_BS = model(
-        batch["tokens"],
-        batch["labels"],
+    out = model(
+        batch.get("tokens"),
+        batch.get("labels"),
+        x_SBH=x_SBH,
         position_ids_BS=batch.get("position_ids"),
         packing=None if bounds is None else Packing(bounds),
         dropout=dropout,
     )
-    return TokenLosses(losses_BS, batch["loss_mask"])
+    return TokenLosses(out, batch["loss_mask"]) if model.stage.is_last else out
 
 
 def main(argv: Sequence[str] | None = None) -> int:

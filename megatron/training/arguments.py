@@ -236,7 +236,9 @@ def run_main(main: Callable[[], int | None], program: str) -> None:
         traceback.print_exc()
         code = 1
     # Readers that leave the exit signal to the loop ignore what Python ends its children with:
-    # after a failure it would wait for them for ever.
+    # after a failure it would wait for them for ever. That they are killed here is no failure, as
+    # which torch's handler would report it.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
     sys.exit(code)

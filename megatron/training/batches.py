@@ -86,6 +86,18 @@ class Batches:
         """Do nothing for ``count`` microbatches that are not trained on: nobody reads them."""
 
 
+class NoBatches:
+    """Microbatches of a rank that needs no samples: empty ones."""
+
+    def take(self, count: int) -> Iterator[Batch]:
+        """Yield ``count`` empty microbatches."""
+        for _ in range(count):
+            yield {}
+
+    def leave_out(self, count: int) -> None:
+        """Do nothing."""
+
+
 def training_numbers(
     mesh: Mesh,
     sizes: BatchSizes,

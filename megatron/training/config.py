@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron.core.config import Config, check_at_least, option
+from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.datasets.config import DataConfig
 from megatron.core.dist_checkpointing.strictness import Strictness
+from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.grid import ParallelConfig
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule, build_schedule
+from megatron.core.pipeline_parallel.config import PipelineConfig
+from megatron.core.pipeline_parallel.placement import Placement
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
@@ -386,6 +391,9 @@ class RunConfig(Config):
     data: DataConfig
     precision: PrecisionConfig
     parallel: ParallelConfig
+    pipeline: PipelineConfig
+    context: ContextParallelConfig
+    replicas: DataParallelConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     training: TrainingConfig
@@ -400,6 +408,25 @@ class RunConfig(Config):
     def data_parallel_size(self) -> int:
         """Return the number of replicas."""
         return self.parallel.data_parallel_size(self.process.world_size)
+
+    @property
+    def placement(self) -> Placement:
+        """Return where the stages of the pipeline live."""
+        ranks = self.parallel.pipeline_model_parallel_size
+        return self.pipeline.placement(self.model.num_layers, ranks)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Return every stage of the pipeline, by position."""
+        ranks = self.parallel.pipeline_model_parallel_size
+        return self.pipeline.stages(self.model.num_layers, ranks)
+
+    @property
+    def sequence_shares(self) -> int:
+        """Return how many ranks split the sequence of what travels between stages."""
+        parallel = self.parallel
+        tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return parallel.context_parallel_size * tp
 
     @property
     def samples_per_pass(self) -> int:

@@ -81,6 +81,11 @@ def unneeded(config: DataConfig) -> tuple[str, ...]:
     return () if config.reset_position_ids else ("position_ids",)
 
 
+def seen_by_all_layers(config: DataConfig) -> bool:
+    """Return whether a sample says more to a layer than its hidden states do."""
+    return config.reset_position_ids or config.reset_attention_mask
+
+
 def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:
     """Return what tells (source, passes over it) after a number of consumed samples.
 

@@ -8,22 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import nn
-
 from megatron.core.mesh import Mesh
 from megatron.training import batches
-from megatron.training.batches import Batches, Samples
+from megatron.training.batches import Batches, NoBatches, Samples
 from megatron.training.external import ExternalBatches, Loader, open_loader
 from megatron.training.garbage import Garbage
 from megatron.training.metrics import Metrics
-from megatron.training.objective import Accumulator, Objective
+from megatron.training.passes import Passes
 from megatron.training.state import TrainState
-from megatron.training.step import ForwardStep
 
 LOSS = "lm loss"
 Split = Literal["valid", "test"]
-Reader = Callable[[Samples, Iterable[Sequence[int]]], Batches]
+Reader = Callable[[Samples, Iterable[Sequence[int]]], Batches | NoBatches]
 """(data set, sample numbers of each microbatch) -> batches."""
 
 
@@ -33,7 +29,7 @@ class EvaluationSet:
 
     name: str
     """Of the set among several; empty when it is the only one."""
-    batches: Batches | ExternalBatches
+    batches: Batches | ExternalBatches | NoBatches
     count: int
     """Microbatches of this rank in one evaluation."""
     samples: int
@@ -74,22 +70,13 @@ def open_set(
 class Evaluator:
     """Evaluates one model on sets of samples."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward_step: ForwardStep,
-        objective: Objective,
-    ) -> None:
-        self._model, self._forward_step, self._objective = model, forward_step, objective
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
 
-    @torch.no_grad()
     def run(self, held_out: EvaluationSet) -> dict[str, float]:
         """Return the losses by name, and move the set's position on; a collective."""
-        self._model.eval()
-        sums = Accumulator(self._objective.mesh)
-        for batch in held_out.batches.take(held_out.count):
-            tokens = self._forward_step(self._model, batch, None)
-            sums.add(*self._objective.terms(tokens, empty_counts=False))
+        sums = self._passes.accumulator()
+        self._passes.evaluate(held_out.batches.take(held_out.count), held_out.count, sums)
         held_out.consumed_samples += held_out.samples
         return {LOSS: sums.reduce().loss}
 

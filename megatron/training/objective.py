@@ -94,14 +94,14 @@ class Objective:
 
 
 class Accumulator:
-    """Sums the terms of this rank's microbatches, on the device, in fp64."""
+    """Sums the terms of this rank's microbatches, on the device, in fp64.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    ``counts`` is false where another rank adds the same terms.
+    """
+
+    def __init__(self, mesh: Mesh, *, counts: bool = True) -> None:
+        self._mesh, self._counts = mesh, counts
         self._sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-        # Losses exist on the last stage, equal on all tensor-parallel ranks: one of them counts.
-        last = mesh.pp.coordinate == mesh.pp.size - 1
-        self._counts = last and mesh.tp.coordinate == 0
 
     def add(self, numerator: Tensor, denominator: Tensor, tokens: Tensor) -> None:
         """Add one microbatch."""

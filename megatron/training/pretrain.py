@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.catalog import TRACKER
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.optimizer.schedule import Schedule, build_schedule
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
@@ -41,7 +42,7 @@ from megatron.training import (
 )
 from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
-from megatron.training.batches import Batches, Samples, training_numbers
+from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
 from megatron.training.checkpoint_facts import RunFacts
 from megatron.training.checkpoint_load import Loaded, load_checkpoint
 from megatron.training.checkpoint_save import save_checkpoint, warn_of_space
@@ -55,11 +56,12 @@ from megatron.training.health import Health, RunFailed
 from megatron.training.launch import Launch
 from megatron.training.metrics import Facts, Metrics
 from megatron.training.objective import Objective
+from megatron.training.passes import Activation, ForwardStep, Passes
 from megatron.training.profiling import Profiler
 from megatron.training.progress_file import ProgressFile
 from megatron.training.signals import ExitSignal
 from megatron.training.state import TrainState
-from megatron.training.step import ForwardStep, TrainStep
+from megatron.training.step import TrainStep
 from megatron.training.stopping import Reason, Stopper
 from megatron.training.timers import Timers, synchronizer
 from megatron.training.trainer import Parts, Trainer
@@ -70,8 +72,9 @@ from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, las
 class Program:
     """What an entry point brings to a run."""
 
-    build_model: Callable[[RunConfig, Mesh, Vocabulary], nn.Module]
-    """Returns this rank's model with named records; initial values are drawn later."""
+    build_model: Callable[[RunConfig, Mesh, Vocabulary, Sequence[Stage]], Sequence[nn.Module]]
+    """Returns this rank's chunks of the model, one for each of its stages, with named records;
+    initial values are drawn later."""
     build_datasets: Callable[[RunConfig, Sizes, Tokenizer, BuildPolicy, Say], RunData]
     """Returns the data sets, or loaders of the program's own (see `external`); the policy says
     whether this process builds index files or waits for them."""
@@ -114,7 +117,7 @@ class _Built:
     """What a run has when its checkpoint is loaded."""
 
     data: RunData
-    model: nn.Module
+    chunks: Sequence[nn.Module]
     optimizer: Optimizer | None
     """None when there is only evaluation."""
     facts: RunFacts
@@ -159,8 +162,8 @@ class Job:
         for line in run_data.index_lines(data):
             self.say(line)
         self.clock.lap("data")
-        model = self._build_model(vocabulary)
-        optimizer, schedule = self._optimizer(model)
+        chunks = self._build_model(vocabulary)
+        optimizer, schedule = self._optimizer(chunks)
         self.clock.lap("model")
         facts = RunFacts(
             config=config.flatten(),
@@ -171,7 +174,7 @@ class Job:
             objective="tokens" if config.training.calculate_per_token_loss else "microbatches",
         )
         loaded = load_checkpoint(
-            config.checkpoint, config.schedule, self.mesh, [model], optimizer, facts, self.say
+            config.checkpoint, config.schedule, self.mesh, chunks, optimizer, facts, self.say
         )
         # The next checkpoint stores the schedule that is followed, not the one the flags gave.
         facts = replace(facts, schedule=loaded.schedule)
@@ -179,21 +182,24 @@ class Job:
         self.clock.lap("load")
         if self._is_complete(loaded.state):
             return 0
-        built = _Built(data=data, model=model, optimizer=optimizer, facts=facts, loaded=loaded)
+        built = _Built(data=data, chunks=chunks, optimizer=optimizer, facts=facts, loaded=loaded)
         return self._work(built)
 
-    def _build_model(self, vocabulary: Vocabulary) -> nn.Module:
-        model = self.program.build_model(self.config, self.mesh, vocabulary)
-        rng.initialize(model, self.config.training.seed)
+    def _build_model(self, vocabulary: Vocabulary) -> Sequence[nn.Module]:
+        stages = self.config.stages
+        mine = [stages[at] for at in self.config.placement.positions(self.mesh.pp.coordinate)]
+        chunks = self.program.build_model(self.config, self.mesh, vocabulary, mine)
+        for chunk in chunks:
+            rng.initialize(chunk, self.config.training.seed)
         dtype = getattr(torch, self.config.precision.params_dtype)
-        lines = startup.kernel_lines(model, self.mesh.device, dtype)
-        for line in (*lines, *startup.parameter_table(model)):
+        lines = startup.kernel_lines(chunks[0], self.mesh.device, dtype)
+        for line in (*lines, *startup.parameter_table(chunks)):
             self.say(line)
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count = sum(parameter.numel() for parameter in startup.parameters(chunks))
         self.say(log_line.parameter_line(self.mesh.pp.coordinate, self.mesh.tp.coordinate, count))
-        return model
+        return chunks
 
-    def _optimizer(self, model: nn.Module) -> tuple[Optimizer | None, Schedule | None]:
+    def _optimizer(self, chunks: Sequence[nn.Module]) -> tuple[Optimizer | None, Schedule | None]:
         config = self.config
         if config.training.skip_train:
             return None, None
@@ -203,7 +209,10 @@ class Job:
             train_iters=config.training.train_iters,
             train_samples=config.training.train_samples,
         )
-        return build_optimizer(config.optimizer, [model], self.mesh, config.precision), schedule
+        optimizer = build_optimizer(
+            config.optimizer, chunks, self.mesh, config.precision, config.replicas
+        )
+        return optimizer, schedule
 
     def _is_complete(self, state: TrainState) -> bool:
         total = self.config.total_iterations
@@ -218,17 +227,19 @@ class Job:
 
     def _work(self, built: _Built) -> int:
         """Train and evaluate from the state that was loaded; leave a status behind."""
-        state = built.loaded.state
+        config, state = self.config, built.loaded.state
         self._announce(state)
         metrics = self._metrics(built.data, state)
         reason: Reason = "failure"
         message = None
         try:
-            held_out = self._held_out(built.data, built.model, metrics, state)
+            timers = Timers(config.logging.timing_log_level, synchronizer(self.mesh.device))
+            passes = self._passes(built.chunks, timers)
+            held_out = self._held_out(built.data, passes, metrics, state)
             if built.optimizer is None:
                 reason = "complete"
             else:
-                trainer = self._trainer(built, built.optimizer, held_out, metrics)
+                trainer = self._trainer(built, built.optimizer, passes, held_out, metrics)
                 reason = trainer.train(lambda seconds: self.say(self.clock.line(seconds)))
             if reason == "complete":
                 held_out.finish(state)
@@ -244,8 +255,26 @@ class Job:
             self._status(reason, state, message)
         if reason != "complete":
             self.say(f"stopped after iteration {state.iteration}: {reason}")
-            return self.config.training.exit_code_on_early_stop
+            return config.training.exit_code_on_early_stop
         return 0
+
+    def _passes(self, chunks: Sequence[nn.Module], timers: Timers) -> Passes:
+        config = self.config
+        return Passes(
+            chunks,
+            self.program.forward_step,
+            Objective(config.training.calculate_per_token_loss, self.mesh),
+            timers,
+            pipeline=config.pipeline,
+            placement=config.placement,
+            activation=Activation(
+                width=config.model.hidden_size,
+                dtype=getattr(torch, config.precision.params_dtype),
+                shares=config.sequence_shares,
+                samples=config.training.micro_batch_size,
+                sequence=config.data.seq_length,
+            ),
+        )
 
     def _announce(self, state: TrainState) -> None:
         save, total = self.config.checkpoint.save, self.config.total_iterations
@@ -296,21 +325,23 @@ class Job:
 
     def _read(
         self, dataset: Samples, numbers: Iterable[Sequence[int]], num_workers: int
-    ) -> Batches:
+    ) -> Batches | NoBatches:
+        config = self.config
+        mine = config.placement.positions(self.mesh.pp.coordinate)
+        ends = {0, config.placement.num_stages - 1}
+        if ends.isdisjoint(mine) and not run_data.seen_by_all_layers(config.data):
+            return NoBatches()
         return Batches(
             dataset,
             numbers,
             self.mesh.device,
             num_workers,
-            without=run_data.unneeded(self.config.data),
+            without=run_data.unneeded(config.data),
             exit_signal=self.signal.number if self.signal else None,
         )
 
-    def _objective(self) -> Objective:
-        return Objective(self.config.training.calculate_per_token_loss, self.mesh)
-
     def _held_out(
-        self, data: RunData, model: nn.Module, metrics: Metrics, state: TrainState
+        self, data: RunData, passes: Passes, metrics: Metrics, state: TrainState
     ) -> HeldOut:
         config = self.config
 
@@ -336,26 +367,27 @@ class Job:
             for dataset, name in zip(data.valid, names, strict=True)
         ]
         test = [opened(data.test, "", "test", iterations)] if data.test is not None else []
-        evaluator = Evaluator(model, self.program.forward_step, self._objective())
-        return HeldOut(evaluator, validation, test, metrics, Garbage(config.training))
+        return HeldOut(Evaluator(passes), validation, test, metrics, Garbage(config.training))
 
     def _trainer(
-        self, built: _Built, optimizer: Optimizer, held_out: HeldOut, metrics: Metrics
+        self,
+        built: _Built,
+        optimizer: Optimizer,
+        passes: Passes,
+        held_out: HeldOut,
+        metrics: Metrics,
     ) -> Trainer:
         config, state, save_to = self.config, built.loaded.state, self.config.checkpoint.save
-        model, schedule = built.model, built.loaded.schedule
+        chunks, schedule = built.chunks, built.loaded.schedule
         assert schedule is not None, "a run with an optimizer has a schedule"
         step = TrainStep(
-            model,
+            passes,
             optimizer,
-            self.program.forward_step,
-            self._objective(),
             Health(config.health),
-            Timers(config.logging.timing_log_level, synchronizer(self.mesh.device)),
             seed=config.training.seed,
             count_zeros=config.logging.log_num_zeros_in_grad,
         )
-        warn_of_space(config.checkpoint, self.mesh, [model], optimizer, self.say)
+        warn_of_space(config.checkpoint, self.mesh, chunks, optimizer, self.say)
         parts = Parts(
             step=step,
             batches=self._training_batches(built.data.train, state),
@@ -378,7 +410,7 @@ class Job:
                 config.logging.tensorboard_dir or save_to or ".",
             ),
             garbage=Garbage(config.training),
-            save=self._saver(model, optimizer, built.facts, state) if save_to else None,
+            save=self._saver(chunks, optimizer, built.facts, state) if save_to else None,
             say=self.say,
             flops_per_sample=self.flops_per_sample,
         )
@@ -386,7 +418,7 @@ class Job:
 
     def _training_batches(
         self, train: Samples | Loader, state: TrainState
-    ) -> Batches | ExternalBatches:
+    ) -> Batches | ExternalBatches | NoBatches:
         """Return this rank's microbatches from the run's position to its end."""
         config, micro = self.config, self.config.training.micro_batch_size
         if callable(train):
@@ -413,7 +445,7 @@ class Job:
         return self._read(train, numbers, config.data.num_workers)
 
     def _saver(
-        self, model: nn.Module, optimizer: Optimizer, facts: RunFacts, state: TrainState
+        self, chunks: Sequence[nn.Module], optimizer: Optimizer, facts: RunFacts, state: TrainState
     ) -> Callable[[TrainState, bool], None]:
         checkpoint = self.config.checkpoint
         assert checkpoint.save is not None
@@ -426,7 +458,7 @@ class Job:
 
         def save(state: TrainState, last: bool) -> None:
             saved = save_checkpoint(
-                checkpoint, self.mesh, [model], optimizer, state, facts, self.say
+                checkpoint, self.mesh, chunks, optimizer, state, facts, self.say
             )
             if saved.folder is None:
                 if last or checkpoint.exit_on_failed_save:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.core.config import Origin, flag_of
-from megatron.core.context_parallel.checks import check_sequence
-from megatron.core.pipeline_parallel.stages import make_stages
+from megatron.core.context_parallel.checks import check_heads, check_sequence
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
 
@@ -130,9 +129,24 @@ def vocabulary_divides_over_tensor_ranks(config: RunConfig, origins: Origins) ->
         )
 
 
-def every_stage_has_a_layer(config: RunConfig, origins: Origins) -> None:
-    """A pipeline stage without a layer would only cost time."""
-    make_stages(config.model.num_layers, config.parallel.pipeline_model_parallel_size)
+def pipeline_holds_the_layers(config: RunConfig, origins: Origins) -> None:
+    """The layers can be split over the stages as asked, and the schedule can run them."""
+    sizes = config.batch_sizes.sizes if config.training.global_batch_size else (1,)
+    assert config.stages
+    config.pipeline.schedule(config.placement, max(1, min(sizes) // config.samples_per_pass))
+
+
+def context_can_communicate(config: RunConfig, origins: Origins) -> None:
+    """Each layer's way to attend over the sequence's ranks must suit heads and sizes."""
+    parallel, context = config.parallel, config.context
+    for kind in dict.fromkeys(context.kinds(config.model.num_layers)):
+        check_heads(
+            kind,
+            config.model.attention.num_attention_heads,
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+            context.hierarchical_context_parallel_sizes,
+        )
 
 
 def sequence_divides(config: RunConfig, origins: Origins) -> None:
@@ -325,9 +339,10 @@ RULES: tuple[Rule, ...] = (
     heads_divide_over_tensor_ranks,
     widths_divide_over_tensor_ranks,
     vocabulary_divides_over_tensor_ranks,
-    every_stage_has_a_layer,
+    pipeline_holds_the_layers,
     experts_need_an_expert_model,
     sequence_divides,
+    context_can_communicate,
     positions_reach_the_sequence,
     ramp_up_reaches_the_batch,
     batch_divides,
@@ -343,32 +358,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_built(config: RunConfig) -> None:
-    """Refuse what a dry run plans but a run cannot do yet, and a run without data.
+    """Refuse a run without data, which a plan can do without.
 
     Raises:
-        UserError: the run asks for several processes or names no data.
+        UserError: the run names no data.
     """
-    parallel = config.parallel
-    groups, tp = config.model.attention.num_query_groups, parallel.tensor_model_parallel_size
-    if groups % tp and tp % groups == 0:
-        raise UserError(
-            f"--num-query-groups ({groups}) is less than --tensor-model-parallel-size ({tp}): "
-            "ranks that share a key and value head are built in a later version; choose a "
-            f"tensor-parallel size that divides {groups}, or plan this run with --dry-run"
-        )
-    sizes = {
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
-        "--context-parallel-size": parallel.context_parallel_size,
-        "processes": config.process.world_size,
-    }
-    above = [f"{name} ({size})" for name, size in sizes.items() if size > 1]
-    if above:
-        raise UserError(
-            f"{' and '.join(above)}: runs of more than one process are built in a later version; "
-            "start one process, or plan this one with --dry-run --dry-run-world-size "
-            f"{max(config.process.world_size, parallel.model_parallel_size)}"
-        )
     if not config.data.sources and config.data.dataloader_type != "external":
         raise UserError("no data: give --data-path PREFIX (or --train-data-path), or --mock-data")
 

@@ -44,7 +44,13 @@ def create_mesh(
     if launch.world_size == 1:
         return Mesh.serial(device)
     connect(launch, backend, config.process.distributed_timeout_minutes, environ)
-    return Mesh.create(config.parallel, device)
+    inner = config.context.hierarchical_context_parallel_sizes
+    return Mesh.create(
+        config.parallel,
+        device,
+        num_query_groups=config.model.attention.num_query_groups,
+        cp_inner_size=inner[0] if inner and "a2a+p2p" in config.context.cp_comm_type else 1,
+    )
 
 
 def choose_device(asked: str, launch: Launch) -> torch.device:

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -101,10 +101,15 @@ def settings_lines(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     return lines
 
 
-def parameter_table(model: nn.Module) -> list[str]:
+def parameters(chunks: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield this rank's parameters; one that two chunks share comes once."""
+    yield from nn.ModuleList(chunks).parameters()
+
+
+def parameter_table(chunks: Iterable[nn.Module]) -> list[str]:
     """Return lines that list this rank's parameters, layers of one shape being listed once."""
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters(chunks):
         record = sharding.of(parameter)
         parts = ["*" if part.isdigit() else part for part in record.name.split(".")]
         key = ".".join(parts), tuple(parameter.shape)

@@ -1,14 +1,15 @@
 """One training iteration, from microbatches to new weights.
 
-    for each microbatch: forward -> terms of the objective -> backward (gradients add up)
-    sums over the world  -> loss, valid tokens, reasons to stop
+    passes               -> forward and backward of each microbatch, gradients add up
     gradients            -> summed over replicas
+    sums over the world  -> loss, valid tokens, reasons to stop
     optimizer            -> one scale for denominator and clipping, update
 
 A batch without a valid token, and one whose loss or gradient is not finite or whose loss is a
 spike that is looked for, leaves the weights as they are. What happens then is `health`'s to say.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,11 +23,8 @@ from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.rng import DropoutKey
 from megatron.training.batches import Batch
 from megatron.training.health import Health
-from megatron.training.objective import Accumulator, Objective, TokenLosses, Totals
-from megatron.training.timers import Timers
-
-ForwardStep = Callable[[nn.Module, Batch, DropoutKey | None], TokenLosses]
-"""(model, microbatch, key of the dropout masks or None in evaluation) -> losses of its tokens."""
+from megatron.training.objective import Totals
+from megatron.training.passes import Passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +57,23 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        passes: Passes,
         optimizer: Optimizer,
-        forward_step: ForwardStep,
-        objective: Objective,
         health: Health,
-        timers: Timers,
         *,
         seed: int,
         count_zeros: bool = False,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.forward_step, self.objective = forward_step, objective
-        self.health, self.timers = health, timers
-        self.mesh: Mesh = objective.mesh
+        self.passes, self.optimizer, self.health = passes, optimizer, health
+        self.objective, self.timers = passes.objective, passes.timers
+        self.mesh: Mesh = passes.mesh
         self.seed, self.count_zeros = seed, count_zeros
 
     def run(
         self,
         plan: Plan,
         microbatches: Iterable[Batch],
+        count: int,
         nominal: float,
         seen: Callable[[], tuple[bool, bool, bool]],
     ) -> StepResult:
@@ -87,20 +82,27 @@ class TrainStep:
         Args:
             plan: number, samples and rates of the iteration.
             microbatches: this rank's, in order.
+            count: how many.
             nominal: denominator of the objective when every token is valid.
             seen: tells this rank's reasons to stop; asked after the last backward.
 
         Raises:
             RunFailed: `health` ends the run.
         """
-        self.model.train()
         self.optimizer.zero_grad()
-        sums = Accumulator(self.mesh)
+        sums, replicas = self.passes.accumulator(), self.optimizer.data_parallel
         with self.timers.measure("forward-backward"):
-            for index, batch in enumerate(microbatches):
-                self._accumulate(sums, batch, self._key(plan.iteration, index), nominal)
+            self.passes.train(
+                microbatches,
+                count,
+                sums,
+                nominal=nominal,
+                key_of=functools.partial(self._key, plan.iteration),
+                before_last_backward=replicas.begin,
+                after_last_backward=replicas.finish,
+            )
         with self.timers.measure("all-reduce-gradients"):
-            self.optimizer.data_parallel.reduce_gradients()
+            replicas.reduce_gradients()
         with self.timers.measure("all-reduce-totals", level=2):
             totals = sums.reduce(seen())
         if not math.isfinite(totals.numerator):
@@ -118,15 +120,6 @@ class TrainStep:
             )
         return self._judge(plan, totals, update)
 
-    def _accumulate(
-        self, sums: Accumulator, batch: Batch, dropout: DropoutKey, nominal: float
-    ) -> None:
-        with self.timers.measure("forward-compute", level=2):
-            terms = self.objective.terms(self.forward_step(self.model, batch, dropout))
-            sums.add(*terms)
-        with self.timers.measure("backward-compute", level=2):
-            (terms[0] / nominal).backward()
-
     def _key(self, iteration: int, index: int) -> DropoutKey:
         # Microbatches as sets of samples are numbered alike on every layout: replicas take turns.
         number = index * self.mesh.dp.size + self.mesh.dp.coordinate
@@ -136,7 +129,7 @@ class TrainStep:
         """Let `health` look at an update that the optimizer has made or refused."""
         nan = not update.updated
         if nan:
-            names = non_finite_gradients(self.model)
+            names = non_finite_gradients(self.passes.chunks)
             what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
             if names:
                 what += f" (not finite: {', '.join(names[:3])}{' ...' if names[3:] else ''})"
@@ -152,11 +145,12 @@ class TrainStep:
         )
 
 
-def non_finite_gradients(model: nn.Module) -> list[str]:
+def non_finite_gradients(chunks: Iterable[nn.Module]) -> list[str]:
     """Return the names of parameters whose gradient has an element that is not finite."""
     return [
         sharding.of(parameter).name
-        for parameter in model.parameters()
+        for chunk in chunks
+        for parameter in chunk.parameters()
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
     ]
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say
 from megatron.training import log_line, memory
 from megatron.training.batch_size import BatchSizes
-from megatron.training.batches import Batches
+from megatron.training.batches import Batches, NoBatches
 from megatron.training.config import RunConfig
 from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.external import ExternalBatches
@@ -40,7 +40,7 @@ class Parts:
     """What the loop works with."""
 
     step: TrainStep
-    batches: Batches | ExternalBatches
+    batches: Batches | ExternalBatches | NoBatches
     schedule: Schedule
     train_iters: int
     sizes: BatchSizes
@@ -132,8 +132,9 @@ class Trainer:
         nominal = self.parts.step.objective.nominal(
             len(plan.samples), micro, self.config.data.seq_length
         )
-        microbatches = self.parts.batches.take(self._microbatches(plan))
-        return self.parts.step.run(plan, microbatches, nominal, self.parts.stopper.seen)
+        count = self._microbatches(plan)
+        microbatches = self.parts.batches.take(count)
+        return self.parts.step.run(plan, microbatches, count, nominal, self.parts.stopper.seen)
 
     def _leave_out(self, plan: Plan) -> StepResult:
         """Consume the samples of an iteration without training on them."""

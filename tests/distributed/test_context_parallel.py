@@ -155,7 +155,9 @@ def exchanged(kind: str, size: int, inner: int, groups: int) -> tuple[dict[str, 
             moved[name] = {"all_to_all": (4, 2 * (together + s * B * N * E))}
         if outer > 1:
             share = inner * s * B * copies * kv // inner
-            moved["cp_outer" if inner > 1 else "cp"] = {"shift": (3 * (outer - 1), 3 * (outer - 1) * share)}
+            moved["cp_outer" if inner > 1 else "cp"] = {
+                "shift": (3 * (outer - 1), 3 * (outer - 1) * share)
+            }
     flat = {(axis, op): x for axis, ops in moved.items() for op, x in ops.items()}
     return {key: calls for key, (calls, _) in flat.items()}, {
         key: count * 8 for key, (_, count) in flat.items()

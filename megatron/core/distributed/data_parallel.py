@@ -43,7 +43,7 @@ class DataParallel:
         group_of: GroupOf,
         config: DataParallelConfig | None = None,
     ) -> None:
-        config = config or DataParallelConfig()
+        config = config or DataParallelConfig.resolve()
         self.mesh = mesh
         self.buffers: list[FlatBuffer] = []
         self._queues: list[_Queue] = []

@@ -50,8 +50,6 @@ class GPTModel(nn.Module):
         sequence_parallel: split activations along the sequence between tensor-parallel regions.
         context_kinds: how attention over a sequence's ranks communicates (`context_parallel`): one
             kind for all layers, or one for each.
-        ends_meet: first and last stage are two of this rank's, as in a V-shaped pipeline.
-        shared: then, for the last one, the token vectors of the first.
     """
 
     def __init__(
@@ -65,8 +63,6 @@ class GPTModel(nn.Module):
         stage: Stage | None = None,
         sequence_parallel: bool = False,
         context_kinds: tuple[str, ...] = ("p2p",),
-        ends_meet: bool = False,
-        shared: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
@@ -77,16 +73,17 @@ class GPTModel(nn.Module):
         self.backends = backends
         rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
         tied = not config.untie_embeddings_and_output_weights
-        ends_meet = ends_meet or (self.stage.is_first and self.stage.is_last)
+        whole = self.stage.is_first and self.stage.is_last
+        ends_apart = tied and not whole and not self.stage.other_end_is_here
         self.embedding: LanguageEmbedding | None = None
         if self.stage.is_first:
-            self.embedding = LanguageEmbedding(rows, around, tied=tied and not ends_meet)
-            shared = self.embedding.word_embeddings.weight
+            self.embedding = LanguageEmbedding(rows, around, tied=ends_apart)
         self.decoder = TransformerBlock(self.stage.layers, self.stage.is_last, around)
         self.output_layer: LanguageHead | None = None
         if self.stage.is_last:
-            shared = shared if tied else None
-            self.output_layer = LanguageHead(rows, around, shared, tied=tied and not ends_meet)
+            self.output_layer = LanguageHead(rows, around, tied=ends_apart)
+            if tied and self.embedding is not None:
+                self.output_layer.weight = self.embedding.word_embeddings.weight
         self.rotary: RotaryTables | None = None
         if config.position.is_rotary:
             head_size = config.attention.kv_channels
@@ -150,12 +147,8 @@ def build_chunks(
         stages: of this rank, in order of its chunks.
         settings: further arguments of `GPTModel`.
     """
-    ends_meet = stages[0].is_first and stages[-1].is_last
-    chunks: list[GPTModel] = []
-    for stage in stages:
-        first = chunks[0].embedding if chunks and stage.is_last else None
-        shared = first.word_embeddings.weight if first is not None else None
-        chunks.append(
-            GPTModel(config, mesh, stage=stage, ends_meet=ends_meet, shared=shared, **settings)
-        )
+    chunks = [GPTModel(config, mesh, stage=stage, **settings) for stage in stages]
+    first, last = chunks[0].embedding, chunks[-1].output_layer
+    if first is not None and last is not None and not config.untie_embeddings_and_output_weights:
+        last.weight = first.word_embeddings.weight
     return chunks

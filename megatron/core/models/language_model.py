@@ -22,7 +22,6 @@ from megatron.core.transformer.init import embedding_init
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.position import LearnedPositions
 
-
 TOKEN_VECTORS = "embedding.word_embeddings.weight"
 """Logical name of the matrix that an embedding holds, and a head that is tied to it."""
 
@@ -79,32 +78,21 @@ class LanguageEmbedding(nn.Module):
 class LanguageHead(nn.Module):
     """Logits of the next token, or its loss.
 
-    Args:
-        rows: of the vocabulary, on this rank.
-        around: what every module is built with.
-        shared: the embedding's matrix when both ends are on this rank and share it.
-        tied: the embedding, on another rank, holds the same matrix.
+    ``tied`` says that the embedding, on another rank, holds the same matrix. Where both ends of the
+    model are on this rank, the model puts the embedding's in place of `weight`.
     """
 
-    def __init__(
-        self,
-        rows: VocabularyRows,
-        around: Surroundings,
-        shared: nn.Parameter | None = None,
-        tied: bool = False,
-    ) -> None:
+    def __init__(self, rows: VocabularyRows, around: Surroundings, tied: bool = False) -> None:
         super().__init__()
         config = around.config
         self.rows, self.axis = rows, around.mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.logit_softcap
         self.gathers = around.sequence_parallel
-        if shared is None:
-            record = rows.record(config.hidden_size, embedding_init(config))
-            if tied:  # one logical matrix, whose first values and name are the embedding's
-                record = replace(record, tied=True, name=TOKEN_VECTORS)
-            shape = (rows.count, config.hidden_size)
-            shared = make_parameter(record, shape, around.mesh, around.dtype)
-        self.weight = shared
+        record = rows.record(config.hidden_size, embedding_init(config))
+        if tied:  # one logical matrix, whose first values and name are the embedding's
+            record = replace(record, tied=True, name=TOKEN_VECTORS)
+        shape = (rows.count, config.hidden_size)
+        self.weight = make_parameter(record, shape, around.mesh, around.dtype)
 
     def local_logits(self, x_SBH: Tensor) -> Tensor:
         """Return this rank's share of the logits, ``[S, B, v]``."""

@@ -30,6 +30,7 @@ ForwardStep = Callable[[int, int, Tensor | None], Tensor]
 ChunkCallback = Callable[[int], None]
 Task = Callable[[], Any]
 Postponing = Callable[[], AbstractContextManager[list[Task]]]
+Around = Callable[[Action], AbstractContextManager[None]]
 
 
 class PipelineExecutor:
@@ -43,6 +44,7 @@ class PipelineExecutor:
         free_outputs: free a stage's output once it is sent.
         postponing: collects weight gradients as closures while a block runs
             (`tensor_parallel.layers.postponing`). Without it, ``backward_input`` does all the work.
+        around: gives a context in which an action is done: a timer, a heartbeat.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class PipelineExecutor:
         overlap: bool = True,
         free_outputs: bool = True,
         postponing: Postponing | None = None,
+        around: Around | None = None,
     ) -> None:
         self.axis, self.device, self.dtype = axis, device, dtype
         self.overlap, self.free_outputs = overlap, free_outputs
         self.postponing: Postponing = postponing or (lambda: nullcontext([]))
+        self.around: Around = around or (lambda action: nullcontext())
         # By identity: to hash all ranks' lists in every iteration would cost more than it saves.
         self._programs: dict[int, tuple[Schedule, Program]] = {}
 
@@ -130,7 +134,8 @@ class _Iteration:
     def do(self, instruction: Instruction) -> None:
         """Do one instruction of the program."""
         if isinstance(instruction, Action):
-            self.acts[instruction.kind](instruction)
+            with self.executor.around(instruction):
+                self.acts[instruction.kind](instruction)
         elif isinstance(instruction, Post):
             post = self.mail.send if instruction.sends else self.mail.receive
             wait = post(instruction.message, instruction.peer)

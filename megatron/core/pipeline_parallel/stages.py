@@ -28,6 +28,8 @@ class Stage:
     """Owns the final norm and the output head."""
     num_mtp_layers: int = 0
     """Multi-token-prediction layers, which follow the stack."""
+    other_end_is_here: bool = False
+    """The rank that holds this end of the model holds the other one too, as another stage."""
 
 
 def make_stages(num_layers: int, num_stages: int) -> list[Stage]:
@@ -83,8 +85,10 @@ def plan_stages(
     else:
         counts = _accounted(num_layers, placement, account_for_embedding, account_for_loss)
     assert sum(counts) == num_layers and min(counts) >= 0, (counts, num_layers)
+    last = placement.num_stages - 1
+    meet = last > 0 and placement.owner(0)[0] == placement.owner(last)[0]
     return [
-        Stage(layers, index == 0, index == len(counts) - 1, mtp[index])
+        Stage(layers, index == 0, index == last, mtp[index], meet and index in (0, last))
         for index, layers in enumerate(_ranges(counts))
     ]
 
