@@ -44,6 +44,7 @@ def megatron(size: Size, arch: str) -> Step:
     from megatron.training.config import HealthConfig
     from megatron.training.health import Health
     from megatron.training.objective import Objective
+    from megatron.training.passes import Passes
     from megatron.training.step import Plan, TrainStep
     from megatron.training.timers import Timers
     from pretrain_gpt import forward_step
@@ -72,15 +73,14 @@ def megatron(size: Size, arch: str) -> Step:
     )
     optimizer = build_optimizer(settings, [model], mesh, PrecisionConfig())
     objective = Objective(per_token=True, mesh=mesh)
-    runner = TrainStep(
-        model, optimizer, forward_step, objective, Health(HealthConfig()), Timers(0), seed=0
-    )
+    passes = Passes([model], forward_step, objective, Timers(0))
+    runner = TrainStep(passes, optimizer, Health(HealthConfig()), seed=0)
     plan = Plan(iteration=1, samples=range(size.batch), learning_rate=LR, weight_decay=DECAY)
     nominal = objective.nominal(size.batch, size.batch, size.sequence)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}
-        result = runner.run(plan, [batch], nominal, lambda: (False, False, False))
+        result = runner.run(plan, [batch], 1, nominal, lambda: (False, False, False))
         return result.totals.loss
 
     return step

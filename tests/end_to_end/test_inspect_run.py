@@ -44,11 +44,11 @@ class Recorder:
         self._original = pretrain_gpt.forward_step
         monkeypatch.setattr(pretrain_gpt, "forward_step", self)
 
-    def __call__(self, model: Any, batch: Any, dropout: Any) -> TokenLosses:
+    def __call__(self, model: Any, batch: Any, x: Any, dropout: Any) -> TokenLosses:
         if model.training:
             text = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
             self.read.append(text.tolist())
-        return self._original(model, batch, dropout)
+        return self._original(model, batch, x, dropout)
 
 
 @pytest.fixture

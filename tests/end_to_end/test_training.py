@@ -133,9 +133,9 @@ def test_positions_that_only_count_up_are_left_to_the_model(
     names: list[set[str]] = []
     original = pretrain_gpt.forward_step
 
-    def recording(model: Any, batch: Any, dropout: DropoutKey | None) -> TokenLosses:
+    def recording(model: Any, batch: Any, x: Any, dropout: DropoutKey | None) -> TokenLosses:
         names.append(set(batch))
-        return original(model, batch, dropout)
+        return original(model, batch, x, dropout)
 
     monkeypatch.setattr(pretrain_gpt, "forward_step", recording)
     common = ("--train-iters", 1, "--eval-iters", 1)
@@ -248,8 +248,8 @@ class Interfering:
         self._original = pretrain_gpt.forward_step
         monkeypatch.setattr(pretrain_gpt, "forward_step", self)
 
-    def __call__(self, model: Any, batch: Any, dropout: DropoutKey | None) -> TokenLosses:
-        losses, mask = self._original(model, batch, dropout)
+    def __call__(self, model: Any, batch: Any, x: Any, dropout: DropoutKey | None) -> TokenLosses:
+        losses, mask = self._original(model, batch, x, dropout)
         if dropout is not None and dropout.iteration == self.iteration:
             factor = self.act()
             losses = losses * (factor if isinstance(factor, float) else 1.0)

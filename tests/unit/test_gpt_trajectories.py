@@ -27,6 +27,7 @@ from megatron.training.checkpoint_save import save_checkpoint
 from megatron.training.config import CheckpointConfig, HealthConfig
 from megatron.training.health import Health
 from megatron.training.objective import Objective
+from megatron.training.passes import Passes
 from megatron.training.state import TrainState
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers
@@ -112,15 +113,8 @@ class Training:
         mesh = self.model.mesh
         self.optimizer = build_optimizer(settings, [self.model], mesh, PrecisionConfig.resolve())
         self.objective = Objective("--calculate-per-token-loss" in self.case["flags"], mesh)
-        self.step = TrainStep(
-            self.model,
-            self.optimizer,
-            forward_step,
-            self.objective,
-            Health(HealthConfig.resolve()),
-            Timers(0),
-            seed=0,
-        )
+        passes = Passes([self.model], forward_step, self.objective, Timers(0))
+        self.step = TrainStep(passes, self.optimizer, Health(HealthConfig.resolve()), seed=0)
 
     def iterate(self, record: dict) -> None:
         """Run the iteration of a record, and compare loss and gradient norm with it."""
@@ -134,7 +128,7 @@ class Training:
             # The reference reports the mean over tokens in both modes; masks are full here.
             assert all(float(batch["loss_mask"].min()) == 1.0 for batch in microbatches)
         nominal = self.objective.nominal(4, 2, 32)
-        result = self.step.run(plan, microbatches, nominal, lambda: (False, False, False))
+        result = self.step.run(plan, microbatches, 2, nominal, lambda: (False, False, False))
         assert result.totals.loss == pytest.approx(record["lm_loss"], rel=1e-5)
         assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=1e-5)
 

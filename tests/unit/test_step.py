@@ -18,6 +18,7 @@ from megatron.training.config import HealthConfig
 from megatron.training.evaluation import EvaluationSet, Evaluator
 from megatron.training.health import Health, RunFailed
 from megatron.training.objective import Accumulator, Objective, TokenLosses
+from megatron.training.passes import Passes
 from megatron.training.step import Plan, StepResult, TrainStep
 from megatron.training.timers import Timers
 
@@ -42,7 +43,9 @@ class Tiny(nn.Module):
         return flat.view_as(labels_BS)
 
 
-def forward_step(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
+def forward_step(
+    model: nn.Module, batch: Batch, x: Tensor | None, dropout: DropoutKey | None
+) -> TokenLosses:
     return TokenLosses(model(batch["tokens"], batch["labels"]), batch["loss_mask"])
 
 
@@ -84,17 +87,25 @@ def run(
     original = step.optimizer.step
 
     def spy(scale, **rest):  # type: ignore[no-untyped-def]
-        for name, parameter in step.model.named_parameters():
+        for name, parameter in model_of(step).named_parameters():
             grads[name] = parameter.grad.clone() * scale
         return original(scale, **rest)
 
     step.optimizer.step = spy  # type: ignore[method-assign]
     plan = Plan(iteration=3, samples=range(8, 8 + samples), learning_rate=0.1, weight_decay=0.0)
     try:
-        result = step.run(plan, cut(batch, micro_batch_size), nominal, lambda: (False,) * 3)
+        microbatches = cut(batch, micro_batch_size)
+        count = samples // micro_batch_size
+        result = step.run(plan, microbatches, count, nominal, lambda: (False,) * 3)
     finally:
         step.optimizer.step = original  # type: ignore[method-assign]
     return result, grads, step
+
+
+def model_of(step: TrainStep) -> Tiny:
+    (model,) = step.passes.chunks
+    assert isinstance(model, Tiny)
+    return model
 
 
 def make_step(
@@ -104,15 +115,8 @@ def make_step(
     optimizer = build_optimizer(
         OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig(fp64=True)
     )
-    return TrainStep(
-        model,
-        optimizer,
-        forward_step,
-        Objective(per_token, mesh),
-        Health(health or HealthConfig()),
-        Timers(0),
-        seed=1,
-    )
+    passes = Passes([model], forward_step, Objective(per_token, mesh), Timers(0))
+    return TrainStep(passes, optimizer, Health(health or HealthConfig()), seed=1)
 
 
 def expected(
@@ -156,13 +160,13 @@ def test_without_per_token_loss_microbatches_weigh_the_same(micro_batch_size: in
 
 def test_opt_03_a_batch_without_valid_tokens_is_skipped_and_counted() -> None:
     step = make_step()
-    before = [p.detach().clone() for p in step.model.parameters()]
+    before = [p.detach().clone() for p in model_of(step).parameters()]
     result, _, _ = run(global_batch([0, 0, 0, 0]), 2, step=step)
     assert result.skipped and not result.nan
-    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, model_of(step).parameters(), strict=True))
     result, _, _ = run(global_batch([5, 0, 0, 0]), 2, step=step)
     assert not result.skipped
-    assert not torch.equal(before[0], next(step.model.parameters()))
+    assert not torch.equal(before[0], next(model_of(step).parameters()))
 
 
 def poisoned() -> Tiny:
@@ -175,33 +179,33 @@ def poisoned() -> Tiny:
 
 def test_opt_06_a_loss_that_is_not_finite_stops_the_run_and_names_its_samples() -> None:
     step = make_step(model=poisoned())
-    before = [p.detach().clone() for p in step.model.parameters()]
+    before = [p.detach().clone() for p in model_of(step).parameters()]
     with pytest.raises(RunFailed) as failure:
         run(global_batch([100] * 4), 2, step=step)
     for part in ("iteration 3", "loss is nan on rank 0", "samples 8 to 11"):
         assert part in str(failure.value)
-    for a, b in zip(before, step.model.parameters(), strict=True):
+    for a, b in zip(before, model_of(step).parameters(), strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def test_opt_06_skipping_has_a_limit_and_leaves_the_weights() -> None:
     step = make_step(health=HealthConfig(skip_non_finite_iterations=2), model=poisoned())
-    before = step.model.head.detach().clone()
+    before = model_of(step).head.detach().clone()
     for _ in range(2):
         result, _, _ = run(global_batch([100] * 4), 2, step=step)
         assert result.skipped and result.nan
-    assert torch.equal(before, step.model.head)
+    assert torch.equal(before, model_of(step).head)
     with pytest.raises(RunFailed, match="used up by 3 in a row"):
         run(global_batch([100] * 4), 2, step=step)
 
 
 def test_opt_06_a_gradient_that_is_not_finite_names_its_parameter() -> None:
     step = make_step()
-    hook = step.model.head.register_hook(lambda grad: grad * float("inf"))
-    before = step.model.embedding.detach().clone()
+    hook = model_of(step).head.register_hook(lambda grad: grad * float("inf"))
+    before = model_of(step).embedding.detach().clone()
     with pytest.raises(RunFailed, match="gradient norm.*head.*samples 8 to 11"):
         run(global_batch([100] * 4), 2, step=step)
-    assert torch.equal(before, step.model.embedding)
+    assert torch.equal(before, model_of(step).embedding)
     hook.remove()
 
 
@@ -213,11 +217,11 @@ def test_without_checks_a_bad_iteration_is_counted_and_the_run_goes_on() -> None
 
 def test_without_checks_a_gradient_that_the_optimizer_refuses_is_counted_too() -> None:
     step = make_step(health=HealthConfig(check_for_nan_in_loss_and_grad=False))
-    before = step.model.embedding.detach().clone()
-    hook = step.model.head.register_hook(lambda grad: grad * float("inf"))
+    before = model_of(step).embedding.detach().clone()
+    hook = model_of(step).head.register_hook(lambda grad: grad * float("inf"))
     result, _, _ = run(global_batch([100] * 4), 2, step=step)
     assert result.skipped and result.nan
-    assert torch.equal(before, step.model.embedding)
+    assert torch.equal(before, model_of(step).embedding)
     hook.remove()
     result, _, _ = run(global_batch([100] * 4), 2, step=step)
     assert not result.skipped and not result.nan
@@ -227,7 +231,7 @@ def test_a_reason_to_stop_travels_with_the_totals() -> None:
     step = make_step()
     plan = Plan(iteration=1, samples=range(4), learning_rate=0.0, weight_decay=0.0)
     batch = global_batch([100] * 4)
-    result = step.run(plan, cut(batch, 4), 400.0, lambda: (False, True, False))
+    result = step.run(plan, cut(batch, 4), 1, 400.0, lambda: (False, True, False))
     assert result.totals.stop == (False, True, False)
 
 
@@ -235,11 +239,13 @@ def test_microbatches_get_keys_of_their_own() -> None:
     step = make_step()
     keys: list[DropoutKey | None] = []
 
-    def recording(model: nn.Module, batch: Batch, dropout: DropoutKey | None) -> TokenLosses:
+    def recording(
+        model: nn.Module, batch: Batch, x: Tensor | None, dropout: DropoutKey | None
+    ) -> TokenLosses:
         keys.append(dropout)
-        return forward_step(model, batch, dropout)
+        return forward_step(model, batch, x, dropout)
 
-    step.forward_step = recording
+    step.passes.forward_step = recording
     run(global_batch([100] * 4), 1, step=step)
     numbers = [(key.seed, key.iteration, key.microbatch) for key in keys if key is not None]
     assert numbers == [(1, 3, 0), (1, 3, 1), (1, 3, 2), (1, 3, 3)]
@@ -263,7 +269,7 @@ def test_a_whole_set_has_one_loss_however_many_replicas_pad_it(per_token: bool) 
                 one = {name: value[[0 if empty else number]] for name, value in batch.items()}
                 if empty:
                     one["loss_mask"] = torch.zeros_like(one["loss_mask"])
-                sums.add(*objective.terms(forward_step(model, one, None), empty_counts=False))
+                sums.add(*objective.terms(forward_step(model, one, None, None), empty_counts=False))
         losses.append(sums.reduce().loss)
     assert losses[0] == pytest.approx(expected(batch, per_token, 1)[0], rel=1e-12)
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
@@ -281,10 +287,10 @@ def test_a_spike_ends_the_run_before_it_reaches_the_weights() -> None:
     batch = global_batch([100] * 4)
     for _ in range(10):
         step.health.finite(0.01)
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    before = [parameter.detach().clone() for parameter in model_of(step).parameters()]
     with pytest.raises(RunFailed, match="iteration 3: loss"):
         run(batch, 2, step=step)
-    for old, parameter in zip(before, step.model.parameters(), strict=True):
+    for old, parameter in zip(before, model_of(step).parameters(), strict=True):
         assert torch.equal(old, parameter)
 
 
@@ -302,7 +308,8 @@ class Given:
 def test_an_evaluation_leaves_out_microbatches_that_only_pad(per_token: bool) -> None:
     batch = global_batch([90, 40, 0])
     held_out = EvaluationSet("", Given(list(cut(batch, 1))), 3, 0, 0)  # type: ignore[arg-type]
-    evaluator = Evaluator(Tiny(), forward_step, Objective(per_token, Mesh.serial()))
+    objective = Objective(per_token, Mesh.serial())
+    evaluator = Evaluator(Passes([Tiny()], forward_step, objective, Timers(0)))
     some = {name: value[:2] for name, value in batch.items()}
     loss = evaluator.run(held_out)["lm loss"]
     assert loss == pytest.approx(expected(some, per_token, 1)[0], rel=1e-12)
