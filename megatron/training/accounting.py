@@ -8,9 +8,9 @@ to the byte. Activations are an estimate, see `activation_bytes`.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.core.distributed.layout import Item, plan_buffers
+from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
 from megatron.core.optimizer import memory
 from megatron.core.pipeline_parallel.stages import Stage, make_stages
 from megatron.core.transformer.config import TransformerConfig
@@ -33,7 +33,11 @@ class ParameterShape:
     summed: tuple[str, ...] = ()
     """Axes that its gradient is summed over, as its `Sharding` says."""
     tied: bool = False
-    """A second copy is on another stage."""
+    """A second copy is on the rank that holds the other end of the model."""
+    apart: bool = False
+    """Another stage of this rank uses it too, so that it lies in a buffer of its own."""
+    qk_norm: bool = False
+    """Gain of a query or key norm, which --apply-wd-to-qk-layernorm decays."""
 
     @property
     def numel(self) -> int:
@@ -61,11 +65,13 @@ def stage_parameters(
     hidden = model.hidden_size
     # Where ranks see different tokens, gradients of what each holds whole are partial.
     parted = ("tp",) if sequence_parallel and tp > 1 else ()
-    tied = not model.untie_embeddings_and_output_weights and not (stage.is_first and stage.is_last)
+    untied, meet = model.untie_embeddings_and_output_weights, stage.other_end_is_here
+    tied = not (untied or meet or (stage.is_first and stage.is_last))
     if stage.is_first:
         vocabulary = (padded_rows // tp, hidden)
         name = "embedding.word_embeddings.weight"
-        yield ParameterShape(name, vocabulary, "word embedding", tied=tied)
+        apart = meet and not untied
+        yield ParameterShape(name, vocabulary, "word embedding", tied=tied, apart=apart)
         if model.position.position_embedding_type == "learned_absolute":
             table = (model.position.max_position_embeddings, hidden)
             name = "embedding.position_embeddings.weight"
@@ -82,7 +88,7 @@ def stage_parameters(
                 yield from _attention(model, block, tp, parted)
     if stage.is_last:
         yield from _norm(model, "decoder.final_layernorm", hidden, parted)
-        if model.untie_embeddings_and_output_weights or not stage.is_first:
+        if untied or tied:
             shape = (padded_rows // tp, hidden)
             yield ParameterShape("output_layer.weight", shape, "output head", tied=tied)
 
@@ -103,18 +109,20 @@ def _attention(
     # With fewer groups than ranks, a group is repeated on each rank that needs it.
     groups = max(1, attention.num_query_groups // tp)
     rows = (heads + 2 * groups) * size
-    yield ParameterShape(f"{name}.linear_qkv.weight", (rows, hidden), kind)
+    shared = ("kv_replica",) if attention.num_query_groups < tp else ()
+    if attention.softmax_type == "learnable":
+        yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
+    yield ParameterShape(f"{name}.linear_qkv.weight", (rows, hidden), kind, shared)
     if model.add_bias_linear or attention.add_qkv_bias:
-        yield ParameterShape(f"{name}.linear_qkv.bias", (rows,), kind)
+        yield ParameterShape(f"{name}.linear_qkv.bias", (rows,), kind, shared)
     yield ParameterShape(f"{name}.linear_proj.weight", (hidden, heads * size), kind)
     if model.add_bias_linear:
         yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind, parted)
     if attention.qk_layernorm:
         for which in ("q_layernorm", "k_layernorm"):
             # Each rank normalises heads of its own.
-            yield from _norm(model, f"{name}.{which}", size, ("tp",), kind)
-    if attention.softmax_type == "learnable":
-        yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
+            gain, *shift = _norm(model, f"{name}.{which}", size, ("tp",), kind)
+            yield from (replace(gain, qk_norm=True), *shift)
 
 
 def _mlp(
@@ -178,12 +186,42 @@ class StageMemory:
         return sum(self.fixed.values()) + self.activations
 
 
-def buffer_items(parameters: Sequence[ParameterShape]) -> list[Item]:
+def buffer_items(
+    parameters: Sequence[ParameterShape], *, decays_qk_norms: bool = False
+) -> list[Item]:
     """Return parameters as what buffers are planned from; the same ones share a buffer in a run.
 
-    The optimizer group orders parameters within a buffer and changes no size.
+    Args:
+        parameters: of one chunk of the model, in its order.
+        decays_qk_norms: these gains are in the optimizer's group of what is decayed. Groups order
+            a buffer, which moves the bounds of its buckets.
     """
-    return [Item(p.name, p.numel, (p.summed, p.name if p.tied else ""), "all") for p in parameters]
+    items = []
+    for p in parameters:
+        key = (p.summed, p.name if p.tied or p.apart else "")
+        decays = len(p.shape) > 1 or (p.qk_norm and decays_qk_norms)
+        items.append(Item(p.name, p.numel, key, "decay" if decays else "no_decay"))
+    return items
+
+
+def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:
+    """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
+    parallel, chunks = config.parallel, []
+    for position in config.placement.positions(pp_rank):
+        held = list(
+            stage_parameters(
+                config.model,
+                padded_rows,
+                config.stages[position],
+                parallel.tensor_model_parallel_size,
+                sequence_parallel=parallel.sequence_parallel,
+            )
+        )
+        items = buffer_items(held, decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm)
+        replicas = config.data_parallel_size * parallel.context_parallel_size
+        size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
+        chunks.append(plan_buffers(items, replicas, size))
+    return chunks
 
 
 def stage_memory(config: RunConfig, padded_rows: int, micro_batch_size: int) -> list[StageMemory]:
