@@ -135,4 +135,5 @@ def _job(
     try:
         return body(rank, *arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a body may have left it, to make one of its own
+            dist.destroy_process_group()
