@@ -109,8 +109,9 @@ class Mesh:
     ) -> "Mesh":
         """Make every process group of this run; a collective of the whole world.
 
-        ``torch.distributed`` is initialised already. Groups are made in one fixed order on every
-        rank, each with its peers on all ranks, since making one is a collective of the world.
+        ``torch.distributed`` is initialised already, or there is one process. Groups are made in
+        one fixed order on every rank, each with its peers on all ranks, since making one is a
+        collective of the world.
 
         Args:
             config: the layout.
@@ -118,6 +119,9 @@ class Mesh:
             num_query_groups: of the model: fewer than tensor-parallel ranks are shared by some.
             cp_inner_size: neighbours along ``cp`` that an all-to-all joins, in a two-level scheme.
         """
+        if not dist.is_initialized():
+            config.grids(1)  # refuses a layout of several ranks
+            return cls.serial(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         dense, expert = config.grids(world_size)
         axes = {}

@@ -33,7 +33,11 @@ def key(*parts: int | str) -> int:
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill every parameter of ``module`` from its record; padding stays zero."""
+    """Fill every parameter of ``module`` from its record; padding stays zero.
+
+    A parameter that has no name yet gets its path: values are keyed by the name.
+    """
+    sharding.name_parameters(module)
     for parameter in module.parameters():
         record = sharding.of(parameter)
         parameter.zero_()

@@ -23,6 +23,7 @@ from megatron.core.kernels import matmul
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Init, Sharding
 from megatron.core.tensor_parallel import mappings
+from megatron.core.utils import divide
 
 GradReady = Callable[[nn.Parameter], None]
 # Innermost last. Of the process, not of a thread: on CUDA autograd runs backwards in its own.
@@ -178,6 +179,29 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(record, (rows, record.shape[1]), mesh, dtype)
         self.bias = make_parameter(bias_record(record), (rows,), mesh, dtype) if bias else None
 
+    @classmethod
+    def even(
+        cls,
+        inputs: int,
+        outputs: int,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        init: Init,
+        *,
+        parts: int = 1,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+    ) -> "ColumnParallelLinear":
+        """Return a layer whose output features are cut evenly.
+
+        Of ``parts`` equal blocks of outputs, such as queries, keys and values, every rank gets its
+        share of each, one after the other.
+        """
+        cut = (mesh.tp.coordinate, mesh.tp.size)
+        record = sharding.split((outputs, inputs), init, 0, *cut, parts=parts)
+        rows = divide(outputs, mesh.tp.size)
+        return cls(record, rows, mesh, dtype, bias=bias, sequence_parallel=sequence_parallel)
+
     def forward(self, x_SBI: Tensor) -> Tensor:
         return linear(x_SBI, self.weight, self.bias, self.axis, self.gathers)
 
@@ -206,6 +230,23 @@ class RowParallelLinear(nn.Module):
             record.shape[:1], Init(), replicated=("tp",), summed=summed, decay=False
         )
         self.bias = make_parameter(whole, record.shape[:1], mesh, dtype) if bias else None
+
+    @classmethod
+    def even(
+        cls,
+        inputs: int,
+        outputs: int,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        init: Init,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+    ) -> "RowParallelLinear":
+        """Return a layer whose input features are cut evenly."""
+        record = sharding.split((outputs, inputs), init, 1, mesh.tp.coordinate, mesh.tp.size)
+        columns = divide(inputs, mesh.tp.size)
+        return cls(record, columns, mesh, dtype, bias=bias, sequence_parallel=sequence_parallel)
 
     def forward(self, x_SBi: Tensor) -> Tensor:
         if self.axis.size == 1:  # nothing is summed: the product adds the bias, a pass less
