@@ -1,12 +1,14 @@
 """Self-attention: project, rotate, attend, project back.
 
+`Attention` is the part that does not depend on how queries, keys and values are made.
+
 The fused query-key-value matrix is Megatron's: for each query group its query heads, then its key
 head, then its value head. Groups are cut over the tensor-parallel axis, so a rank's rows are
 contiguous. With fewer groups than ranks, neighbours (`Mesh.kv_replica`) cut the query heads of a
 group and each hold its key and value heads, whose gradients are then summed over them.
 
 Shapes: S queries, T keys, B batch, H hidden, n query heads on this rank, g query groups on this
-rank, D channels of a head.
+rank, D channels of a head, E of a value head.
 """
 
 import math
@@ -34,7 +36,83 @@ from megatron.core.transformer.position import alibi_slopes
 from megatron.core.utils import divide
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """Queries of this rank's heads against keys and values, whatever these are made from.
+
+    ``scale`` multiplies the products of queries and keys.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        backends: Backends,
+        *,
+        scale: float,
+        context_kind: str,
+    ) -> None:
+        super().__init__()
+        attention = config.attention
+        self.layer, self.mesh = layer, mesh
+        self.heads = divide(attention.num_attention_heads, mesh.tp.size)
+        self.dropout = attention.attention_dropout
+        axes = ContextAxes(mesh.cp, mesh.cp_inner, mesh.cp_outer)
+        self.attend = context_attention(context_kind, axes, backends.attention)
+        self.rule = Rule(
+            scale=scale,
+            causal=True,
+            window=attention.layer_window(layer),
+            softcap=attention.attention_softcap,
+        )
+        self._make_softmax(config, mesh, dtype)
+
+    def _make_softmax(self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+        heads, kind = config.attention.num_attention_heads, config.attention.softmax_type
+        start = mesh.tp.coordinate * self.heads
+        extras = Extras()
+        self.softmax_offset: nn.Parameter | None = None
+        if kind == "learnable":
+            record = replace(
+                sharding.split((heads,), Init(), 0, mesh.tp.coordinate, mesh.tp.size),
+                decay=False,
+                matrix=False,
+            )
+            self.softmax_offset = make_parameter(record, (self.heads,), mesh, dtype)
+        elif kind == "off-by-one":
+            zeros = torch.zeros(self.heads, dtype=dtype, device=mesh.device)
+            extras = replace(extras, sink_n=zeros)
+        if config.position.position_embedding_type == "alibi":
+            slopes = alibi_slopes(heads)[start : start + self.heads].to(mesh.device)
+            extras = replace(extras, alibi_slopes_n=slopes)
+        self.extras = extras
+
+    def mix(self, q_SBnD: Tensor, k_SBgD: Tensor, v_SBgE: Tensor, context: Context) -> Tensor:
+        """Return what each query makes of the values it sees, ``[S, B, n * E]``."""
+        k_TBgD, v_TBgE = k_SBgD, v_SBgE
+        if context.cache is not None:
+            k_TBgD, v_TBgE = context.cache.append(self.layer, k_SBgD, v_SBgE)
+        y_SBnE = self.attend(q_SBnD, k_TBgD, v_TBgE, self.rule, self._extras(context))
+        return y_SBnE.flatten(2)
+
+    def _extras(self, context: Context) -> Extras:
+        extras = self.extras
+        if self.softmax_offset is not None:
+            extras = replace(extras, sink_n=self.softmax_offset)
+        if context.packing is not None or context.query_positions_BS is not None:
+            extras = replace(
+                extras, packing=context.packing, query_positions_BS=context.query_positions_BS
+            )
+        if self.dropout and context.dropout is not None:
+            # Every rank drops its own heads.
+            seed = context.dropout.at(f"layers.{self.layer}.attention", self.mesh.tp.coordinate)
+            scope = rng.seeded(seed, self.mesh.device)
+            extras = replace(extras, dropout_p=self.dropout, dropout_scope=scope)
+        return extras
+
+
+class SelfAttention(Attention):
     """Multi-head or grouped-query attention of one layer."""
 
     def __init__(
@@ -48,28 +126,20 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool = False,
         context_kind: str = "p2p",
     ) -> None:
-        super().__init__()
         attention = config.attention
-        self.layer, self.mesh = layer, mesh
+        scale = attention.softmax_scale
+        if scale is None:
+            scale = 1.0 / math.sqrt(attention.kv_channels)
+        super().__init__(
+            config, layer, mesh, dtype, backends, scale=scale, context_kind=context_kind
+        )
         self.head_size = attention.kv_channels
-        self.heads = divide(attention.num_attention_heads, mesh.tp.size)
         self.groups = divide(attention.num_query_groups * mesh.kv_replica.size, mesh.tp.size)
         self.rotates = config.position.layer_rotates(layer)
         self.interleaved = config.position.rotary_interleaved
-        self.dropout = attention.attention_dropout
         self.rope = backends.rope
-        axes = ContextAxes(mesh.cp, mesh.cp_inner, mesh.cp_outer)
-        self.attend = context_attention(context_kind, axes, backends.attention)
-        scale = attention.softmax_scale
-        self.rule = Rule(
-            scale=1.0 / math.sqrt(self.head_size) if scale is None else scale,
-            causal=True,
-            window=attention.layer_window(layer),
-            softcap=attention.attention_softcap,
-        )
         self._make_projections(config, mesh, dtype, sequence_parallel)
         self._make_norms(config, mesh, dtype, backends)
-        self._make_softmax(config, mesh, dtype)
 
     def _make_projections(
         self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, sequence_parallel: bool
@@ -111,26 +181,6 @@ class SelfAttention(nn.Module):
         elif config.attention.qk_l2_norm:
             self.q_layernorm = self.k_layernorm = _L2Norm(config.norm.norm_epsilon, backends)
 
-    def _make_softmax(self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> None:
-        heads, kind = config.attention.num_attention_heads, config.attention.softmax_type
-        start = mesh.tp.coordinate * self.heads
-        extras = Extras()
-        self.softmax_offset: nn.Parameter | None = None
-        if kind == "learnable":
-            record = replace(
-                sharding.split((heads,), Init(), 0, mesh.tp.coordinate, mesh.tp.size),
-                decay=False,
-                matrix=False,
-            )
-            self.softmax_offset = make_parameter(record, (self.heads,), mesh, dtype)
-        elif kind == "off-by-one":
-            zeros = torch.zeros(self.heads, dtype=dtype, device=mesh.device)
-            extras = replace(extras, sink_n=zeros)
-        if config.position.position_embedding_type == "alibi":
-            slopes = alibi_slopes(heads)[start : start + self.heads].to(mesh.device)
-            extras = replace(extras, alibi_slopes_n=slopes)
-        self.extras = extras
-
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
         q_SBnD, k_SBgD, v_SBgD = self._project(x_SBH)
         q_SBnD, k_SBgD = self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD)
@@ -138,11 +188,7 @@ class SelfAttention(nn.Module):
             assert context.rotary is not None, "the model computes rotary tables"
             q_SBnD = self.rope(q_SBnD, *context.rotary, self.interleaved)
             k_SBgD = self.rope(k_SBgD, *context.rotary, self.interleaved)
-        k_TBgD, v_TBgD = k_SBgD, v_SBgD
-        if context.cache is not None:
-            k_TBgD, v_TBgD = context.cache.append(self.layer, k_SBgD, v_SBgD)
-        y_SBnD = self.attend(q_SBnD, k_TBgD, v_TBgD, self.rule, self._extras(context))
-        y_SBH: Tensor = self.linear_proj(y_SBnD.flatten(2))
+        y_SBH: Tensor = self.linear_proj(self.mix(q_SBnD, k_SBgD, v_SBgD, context))
         return y_SBH
 
     def _project(self, x_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,21 +197,6 @@ class SelfAttention(nn.Module):
         per_group = self.heads // self.groups
         q_SBgpD, k_SBg1D, v_SBg1D = mixed.split((per_group, 1, 1), dim=3)
         return q_SBgpD.flatten(2, 3), k_SBg1D.squeeze(3), v_SBg1D.squeeze(3)
-
-    def _extras(self, context: Context) -> Extras:
-        extras = self.extras
-        if self.softmax_offset is not None:
-            extras = replace(extras, sink_n=self.softmax_offset)
-        if context.packing is not None or context.query_positions_BS is not None:
-            extras = replace(
-                extras, packing=context.packing, query_positions_BS=context.query_positions_BS
-            )
-        if self.dropout and context.dropout is not None:
-            # Every rank drops its own heads.
-            seed = context.dropout.at(f"layers.{self.layer}.attention", self.mesh.tp.coordinate)
-            scope = rng.seeded(seed, self.mesh.device)
-            extras = replace(extras, dropout_p=self.dropout, dropout_scope=scope)
-        return extras
 
 
 class _L2Norm(nn.Module):
