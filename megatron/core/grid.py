@@ -74,6 +74,10 @@ class ParallelConfig(Config):
     sequence_parallel: bool = option(False)
     """Split activations along the sequence between tensor-parallel regions."""
 
+    tp_comm_overlap: bool = option(False)
+    """Cut tensor-parallel collectives into pieces that run beside their matrix products, with
+    --sequence-parallel."""
+
     use_tp_pp_dp_mapping: bool = option(False)
     """Order ranks tensor, context, pipeline, data instead of tensor, context, data, pipeline."""
 

@@ -5,7 +5,8 @@ no-op on them, so the serial model is the parallel model on `Mesh.serial`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",)}
 PART_AXES = ("kv_replica", "cp_inner", "cp_outer", "ends")
 
 
+Overlap = Literal["ring", "symmetric"]
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis as this rank sees it."""
@@ -35,6 +39,8 @@ class Axis:
     coordinate: int
     group: dist.ProcessGroup | None
     """None for size 1: there is nobody to talk to."""
+    overlap: Overlap | None = None
+    """How collectives run beside the products they belong to (`tensor_parallel.overlap`)."""
 
     @property
     def size(self) -> int:
@@ -137,6 +143,8 @@ class Mesh:
             ("ends", ends(dense.groups("pp"))),
         ):
             axes[name] = bind(name, groups, rank)
+        if config.tp_comm_overlap and config.sequence_parallel and tp > 1:
+            axes["tp"] = replace(axes["tp"], overlap=choose_overlap(axes["tp"], device))
         everyone = tuple(range(world_size))
         world_group = dist.group.WORLD if world_size > 1 else None
         axes["world"] = Axis("world", everyone, rank, world_group)
@@ -163,6 +171,20 @@ def bind(name: str, groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
             if ranks == mine:
                 group = made
     return Axis(name, mine, mine.index(rank), group)
+
+
+def choose_overlap(axis: Axis, device: torch.device) -> Overlap:
+    """Return the best way to overlap collectives with products on an axis.
+
+    Symmetric memory is what CUDA devices of one machine share; everything else forms a ring.
+    """
+    if device.type != "cuda" or axis.size > torch.cuda.device_count():
+        return "ring"
+    from torch.distributed import _symmetric_memory
+
+    assert axis.group is not None
+    _symmetric_memory.enable_symm_mem_for_group(axis.group.group_name)
+    return "symmetric"
 
 
 def near(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:

@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "squared_relu": True,
     },
 }
-LAYOUTS = [(2, False), (2, True), (4, False), (4, True)]
+LAYOUTS = [(2, False), (2, True), (4, False), (4, True), (2, "overlap"), (4, "overlap")]
 # Neither divides by 2 or 4: the last rank's rows are partly padding, or wholly.
 VOCAB, PADDED = 37, {"gpt2": 40, "llama": 80, "window": 40}
 
@@ -103,9 +103,13 @@ def logical(model: GPTModel, mesh: Mesh, attribute: str) -> dict[str, torch.Tens
     return joined
 
 
-def on_ranks(rank: int, size: int, variant: str, sequence_parallel: bool) -> Any:
-    config = ParallelConfig.resolve(tensor_model_parallel_size=size)
-    return run(Mesh.create(config, torch.device("cpu")), variant, sequence_parallel)
+def on_ranks(rank: int, size: int, variant: str, sequence_parallel: bool | str) -> Any:
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=size,
+        sequence_parallel=bool(sequence_parallel),
+        tp_comm_overlap=sequence_parallel == "overlap",
+    )
+    return run(Mesh.create(config, torch.device("cpu")), variant, bool(sequence_parallel))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -115,7 +119,7 @@ def serial(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), LAYOUTS)
 def test_equals_the_serial_run(
-    pool: Pool, serial: tuple[str, dict[str, Any]], size: int, sequence_parallel: bool
+    pool: Pool, serial: tuple[str, dict[str, Any]], size: int, sequence_parallel: bool | str
 ) -> None:
     variant, expected = serial
     for result in pool.run(size, on_ranks, size, variant, sequence_parallel):

@@ -22,7 +22,7 @@ from megatron.core import comm, sharding
 from megatron.core.kernels import matmul
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Init, Sharding
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.utils import divide
 
 GradReady = Callable[[nn.Parameter], None]
@@ -46,7 +46,11 @@ def postponing() -> Iterator[list[Callable[[], Any]]]:
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x @ W.T + b`` with the entry collective of a column-parallel layer folded in."""
+    """``y = x @ W.T + b`` with the entry collective of a column-parallel layer folded in.
+
+    In backward the collectives run beside the products: the input is gathered again while the
+    input's gradient is computed, which is summed while the weight's is.
+    """
 
     @staticmethod
     def forward(
@@ -63,6 +67,9 @@ class _Linear(torch.autograd.Function):
         ctx.weight_OI, ctx.bias_O = weight_OI, bias_O
         ctx.axis, ctx.gathers = axis, gathers
         # The gathered input is not kept: backward gathers again, so that a rank holds its share.
+        if gathers and axis.overlap:
+            _, y_SBO = overlap.gather_product(x_SBI, weight_OI.t(), axis)
+            return y_SBO if bias_O is None else y_SBO.add_(bias_O)
         whole_SBI = comm.all_gather(x_SBI, axis) if gathers else x_SBI
         return matmul.linear(whole_SBI, weight_OI, bias_O)
 
@@ -74,17 +81,23 @@ class _Linear(torch.autograd.Function):
         weight_OI, bias_O = ctx.weight_OI, ctx.bias_O
         axis, grad_SBO = ctx.axis, grads[0].contiguous()
         dx_SBI = dw_OI = db_O = pending = None
-        if ctx.needs_input_grad[0]:
+        whole_SBI, gathering = None if ctx.gathers else x_SBI, None
+        if ctx.gathers and ctx.needs_input_grad[1] and not _postponed:
+            whole_SBI = x_SBI.new_empty(x_SBI.shape[0] * axis.size, *x_SBI.shape[1:])
+            gathering = comm.all_gather_into(whole_SBI, x_SBI, axis, async_op=True)
+        if ctx.needs_input_grad[0] and ctx.gathers and axis.overlap:
+            dx_SBI = overlap.product_scatter(grad_SBO, weight_OI, axis)
+        elif ctx.needs_input_grad[0]:
             dx_SBI = matmul.matmul(grad_SBO, weight_OI)
             if ctx.gathers:
                 partial_SBI, dx_SBI = dx_SBI, x_SBI.new_empty(x_SBI.shape)
                 pending = comm.reduce_scatter_into(dx_SBI, partial_SBI, axis, async_op=True)
             else:
                 pending = comm.all_reduce(dx_SBI, axis, async_op=True)
+        if gathering is not None:
+            gathering.wait()
         if ctx.needs_input_grad[1]:
-            task = functools.partial(
-                _weight_gradient, weight_OI, grad_SBO, x_SBI, axis, ctx.gathers
-            )
+            task = functools.partial(_weight_gradient, weight_OI, grad_SBO, whole_SBI, x_SBI, axis)
             if _postponed:
                 assert weight_OI.grad is not None, "a postponed gradient needs a buffer"
                 _postponed[-1].append(task)
@@ -97,12 +110,41 @@ class _Linear(torch.autograd.Function):
         return dx_SBI, dw_OI, db_O, None, None
 
 
+class _RowScatter(torch.autograd.Function):
+    """``y_sBO = this rank's share of the sum over ranks of x_SBi @ W_Oi.T``, overlapped."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBi: Tensor, weight_Oi: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x_SBi)
+        ctx.weight_Oi, ctx.axis = weight_Oi, axis
+        return overlap.product_scatter(x_SBi, weight_Oi.t(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x_SBi,) = ctx.saved_tensors
+        weight_Oi, axis = ctx.weight_Oi, ctx.axis
+        grad_SBO, dx_SBi = overlap.gather_product(grads[0], weight_Oi, axis)
+        dw_Oi = None
+        if ctx.needs_input_grad[1]:
+            task = functools.partial(_weight_gradient, weight_Oi, grad_SBO, x_SBi, x_SBi, axis)
+            if _postponed:
+                assert weight_Oi.grad is not None, "a postponed gradient needs a buffer"
+                _postponed[-1].append(task)
+            else:
+                dw_Oi = task()
+        return dx_SBi, dw_Oi, None
+
+
 @torch.no_grad()  # a backward switches it off by itself, whoever runs a postponed closure may not
 def _weight_gradient(
-    weight_OI: Tensor, grad_SBO: Tensor, x_SBI: Tensor, axis: Axis, gathers: bool
+    weight_OI: Tensor, grad_SBO: Tensor, whole_SBI: Tensor | None, x_SBI: Tensor, axis: Axis
 ) -> Tensor | None:
-    """Add ``grad.T @ x`` to the weight's gradient buffer, or return it when there is none."""
-    whole_SBI = comm.all_gather(x_SBI.contiguous(), axis) if gathers else x_SBI
+    """Add ``grad.T @ x`` to the weight's gradient buffer, or return it when there is none.
+
+    Without ``whole_SBI``, it is gathered now: a postponed closure keeps no more than its share.
+    """
+    if whole_SBI is None:
+        whole_SBI = comm.all_gather(x_SBI.contiguous(), axis)
     grad_NO, x_NI = grad_SBO.flatten(0, -2), whole_SBI.flatten(0, -2)
     if weight_OI.grad is None:
         return matmul.matmul(grad_NO.t(), x_NI)
@@ -251,6 +293,9 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_SBi: Tensor) -> Tensor:
         if self.axis.size == 1:  # nothing is summed: the product adds the bias, a pass less
             return linear(x_SBi, self.weight, self.bias, self.axis, False)
+        if self.sequence_parallel and self.axis.overlap:
+            y_SBO: Tensor = _RowScatter.apply(x_SBi, self.weight, self.axis)
+            return y_SBO if self.bias is None else y_SBO + self.bias
         partial = linear(x_SBi, self.weight, None, self.alone, False)
         y_SBO = mappings.leave(partial, self.axis, self.sequence_parallel)
         return y_SBO if self.bias is None else y_SBO + self.bias

@@ -10,8 +10,9 @@ each collective becomes half of an all-reduce:
     enter, sequence   all-gather             reduce-scatter
     leave, sequence   reduce-scatter         all-gather
 
-(Shoeybi et al., 2019; Korthikanti et al., 2022.) The entry is part of `layers.linear`, whose
-weight gradient is computed while the collective of the input gradient runs; the exit is here.
+(Shoeybi et al., 2019; Korthikanti et al., 2022.) The entry of a matrix product is part of
+`layers.linear`, whose weight gradient is computed while the collective of the input gradient runs;
+the entry of anything else, and the exit, are here.
 
 Shapes: S positions, this rank's share of them under sequence parallelism outside a region; B batch,
 H hidden size. A tensor without a suffix may have any shape.
@@ -68,6 +69,13 @@ def _apply(x: Tensor, axis: Axis, forward: Collective, back: Collective) -> Tens
     if axis.size == 1:
         return x
     return _Conjugate.apply(x, axis, forward, back)  # type: ignore[no-any-return]
+
+
+def enter(x_SBH: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """Bring what every rank holds, or its share of the sequence, into a tensor-parallel region."""
+    if sequence_parallel:
+        return _apply(x_SBH, axis, comm.all_gather, comm.reduce_scatter)
+    return _apply(x_SBH, axis, unchanged, all_reduced)
 
 
 def leave(x_SBH: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
