@@ -4,7 +4,8 @@ Row j of a sample holds position j. Prompts of different lengths are padded on t
 padding wrote is overwritten when the sample's own tokens reach that position, and no query sees
 beyond its own position before that.
 
-Shapes: T positions, S new tokens, B batch, g query groups, D channels of a head.
+Shapes: T positions, S new tokens, B batch, g query groups, D channels of a head, which may be
+others for values than for keys.
 """
 
 import torch

@@ -32,7 +32,7 @@ from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
-from megatron.core.transformer.position import RotaryTables
+from megatron.core.transformer.position import rotary_tables
 
 
 class GPTModel(nn.Module):
@@ -84,10 +84,7 @@ class GPTModel(nn.Module):
             self.output_layer = LanguageHead(rows, around, tied=ends_apart)
             if tied and self.embedding is not None:
                 self.output_layer.weight = self.embedding.word_embeddings.weight
-        self.rotary: RotaryTables | None = None
-        if config.position.is_rotary:
-            head_size = config.attention.kv_channels
-            self.rotary = RotaryTables(config.position, head_size, mesh, dtype)
+        self.rotary = rotary_tables(config, mesh, dtype)
         sharding.name_parameters(self)
 
     def forward(

@@ -40,6 +40,12 @@ def choose_backends(
     if config.attention.softmax_type != "vanilla":
         kind = config.attention.softmax_type
         unfit["attention"]["flash_attn"] = f"it has no extra logit (--softmax-type {kind})"
+    if config.mla.multi_latent_attention and config.mla.v_head_dim != config.mla.query_size:
+        unfit["attention"]["flash_attn"] = (
+            f"its values have as many channels as its keys, not --v-head-dim "
+            f"({config.mla.v_head_dim}) beside --qk-head-dim + --qk-pos-emb-head-dim "
+            f"({config.mla.query_size})"
+        )
     names = {
         op: table.choose(op, backend, device, dtype, unfit[op]) for op, backend in wanted.items()
     }

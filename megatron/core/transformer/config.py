@@ -12,6 +12,7 @@ from megatron.core.config import (
     check_not_zero,
     option,
 )
+from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.utils import UserError
 
 MOST_LAYERS = 100_000
@@ -367,6 +368,7 @@ class TransformerConfig(Config):
     """Width of the residual stream."""
 
     attention: AttentionConfig
+    mla: MLAConfig
     mlp: MLPConfig
     norm: NormConfig
     position: PositionConfig
@@ -403,6 +405,21 @@ class TransformerConfig(Config):
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise UserError(f"--hidden-dropout ({self.hidden_dropout}) must lie in [0, 1)")
         self._check_patterns()
+        if self.mla.multi_latent_attention:
+            self._check_latent_attention()
+
+    def _check_latent_attention(self) -> None:
+        excluded = {
+            "--group-query-attention": self.attention.group_query_attention,
+            "--qk-l2-norm": self.attention.qk_l2_norm,
+            "--rotary-interleaved": self.position.rotary_interleaved,
+            "--position-embedding-type alibi": self.position.position_embedding_type == "alibi",
+        }
+        for flag, given in excluded.items():
+            if given:
+                raise UserError(f"--multi-latent-attention and {flag} exclude each other; drop one")
+        if self.mla.rope_type == "yarn":
+            check_above(self.position, 1, "rotary_base")
 
     def _check_patterns(self) -> None:
         for flag, value in (

@@ -14,6 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
+from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.plan import BlockKind, LayerPlan
@@ -39,8 +40,9 @@ class Surroundings:
 
 def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
     """Return one token mixer or channel block."""
-    if kind == "self_attention":
-        return SelfAttention(
+    if kind in ("self_attention", "multi_latent_attention"):
+        attention = SelfAttention if kind == "self_attention" else MultiLatentAttention
+        return attention(
             around.config,
             layer,
             around.mesh,

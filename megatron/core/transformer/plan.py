@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron.core.transformer.config import TransformerConfig
 
-BlockKind = Literal["self_attention", "mlp"]
+BlockKind = Literal["self_attention", "multi_latent_attention", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class LayerPlan:
 
 def layer_plan(config: TransformerConfig) -> list[LayerPlan]:
     """Return the whole stack, first layer first."""
+    latent = config.mla.multi_latent_attention
+    mixer: BlockKind = "multi_latent_attention" if latent else "self_attention"
     decoder = (
-        SublayerPlan("self_attention", "input_layernorm", "self_attention"),
+        SublayerPlan(mixer, "input_layernorm", "self_attention"),
         SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"),
     )
     return [LayerPlan(number, decoder) for number in range(config.num_layers)]

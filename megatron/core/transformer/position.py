@@ -16,7 +16,8 @@ from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.embedding import position_record
 from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.transformer.config import PositionConfig
+from megatron.core.transformer.config import PositionConfig, TransformerConfig
+from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.utils import UserError
 
 
@@ -62,13 +63,11 @@ class RotaryTables:
     """Cosines and sines for the positions of a microbatch; plain ranges are computed once."""
 
     def __init__(
-        self, config: PositionConfig, head_size: int, mesh: Mesh, dtype: torch.dtype
+        self, frequencies_f: Tensor, concentration: float, mesh: Mesh, dtype: torch.dtype
     ) -> None:
-        dim = config.rotated_channels(head_size)
-        assert dim >= 2 and dim % 2 == 0, f"{dim} channels are not pairs"
         self.dtype, self.axis = dtype, mesh.cp
-        self.frequencies = frequencies(config, dim).to(mesh.device)
-        self.concentration = concentration(config)
+        self.frequencies = frequencies_f.to(mesh.device)
+        self.concentration = concentration
         self._plain: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, length: int, position_ids_BS: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -85,8 +84,48 @@ class RotaryTables:
         return rope.rope_tables(self.frequencies, at, self.dtype, self.concentration)
 
 
+def rotary_tables(config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> RotaryTables | None:
+    """Return the tables of a model, or None if nothing in it rotates."""
+    position, latent = config.position, config.mla
+    if latent.multi_latent_attention:
+        found = latent_frequencies(position, latent), latent_concentration(latent)
+    elif position.is_rotary:
+        dim = position.rotated_channels(config.attention.kv_channels)
+        found = frequencies(position, dim), concentration(position)
+    else:
+        return None
+    return RotaryTables(*found, mesh, dtype)
+
+
+def latent_frequencies(position: PositionConfig, latent: MLAConfig) -> Tensor:
+    """Return the rotary frequencies of multi-latent attention, in fp64.
+
+    All rotary channels turn under YaRN, and --rotary-percent of them without it.
+    """
+    dim = latent.qk_pos_emb_head_dim
+    if latent.rope_type == "rope":
+        return rope.inverse_frequencies(position.rotated_channels(dim), position.rotary_base)
+    return rope.yarn_frequencies(
+        dim,
+        position.rotary_base,
+        latent.rotary_scaling_factor,
+        latent.original_max_position_embeddings,
+        latent.beta_fast,
+        latent.beta_slow,
+    )
+
+
+def latent_concentration(latent: MLAConfig) -> float:
+    """Return YaRN's factor on cosines and sines of multi-latent attention."""
+    if latent.rope_type == "rope":
+        return 1.0
+    factor = latent.rotary_scaling_factor
+    return rope.yarn_mscale(factor, latent.mscale) / rope.yarn_mscale(factor, latent.mscale_all_dim)
+
+
 def frequencies(config: PositionConfig, dim: int) -> Tensor:
     """Return the rotary frequencies of ``dim`` channels, in fp64."""
+    assert dim >= 2 and dim % 2 == 0, f"{dim} channels are not pairs"
     if config.position_embedding_type == "yarn":
         return rope.yarn_frequencies(
             dim,

@@ -1,0 +1,198 @@
+"""Multi-latent attention: keys and values of all heads from one small latent per token.
+
+    latent, rotary key = down(x)                  one of each, whatever the number of heads
+    keys, values       = up(norm(latent))         of every head
+    queries            = up(norm(down(x)))        or straight from x
+    key of a head      = [its own channels, the rotary key, rotated]
+    query of a head    = [its own channels, its rotary channels, rotated]
+
+(DeepSeek-V2, 2024.) Rotary channels are paired even with odd. Megatron-LM moves the pairs' members
+into two halves first; the products of queries and keys, in which the order of channels is lost, are
+the same. Rows of the up projections are, for each head, channels without position, then rotary
+channels (queries) or the value (keys and values).
+
+Heads are cut over the tensor-parallel axis, and with them the up projections. The down projections
+make what all heads need: each rank holds them whole and, with sequence parallelism, applies them to
+its own positions, so that their gradients, and those of the latents' norms, are partial there only.
+What enters the heads has its gradient summed over the ranks: a latent as the input of an up
+projection, the rotary key by itself.
+
+Shapes: S positions, s this rank's share of them under sequence parallelism; B batch, H hidden, L
+channels of a latent, n heads of this rank, D channels of a query or key, P of them rotary, E of a
+value.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import sharding
+from megatron.core.kernels.rope import yarn_mscale
+from megatron.core.mesh import Axis, Mesh
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    linear,
+    make_parameter,
+)
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.backends import Backends
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.context import Context
+from megatron.core.transformer.init import inner_init, residual_init
+from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.norm import Norm
+
+
+class MultiLatentAttention(Attention):
+    """Multi-latent attention of one layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        backends: Backends,
+        *,
+        sequence_parallel: bool = False,
+        context_kind: str = "p2p",
+    ) -> None:
+        scale = attention_scale(config.mla)
+        super().__init__(
+            config, layer, mesh, dtype, backends, scale=scale, context_kind=context_kind
+        )
+        self.sizes = config.mla
+        self.sequence_parallel = sequence_parallel
+        self.rope = backends.rope
+        self._make_queries(config, mesh, dtype)
+        self._make_keys_and_values(config, mesh, dtype)
+        self._make_norms(config, mesh, dtype, backends)
+        width = config.attention.num_attention_heads * config.mla.v_head_dim
+        self.linear_proj = RowParallelLinear.even(
+            width,
+            config.hidden_size,
+            mesh,
+            dtype,
+            residual_init(config, (config.hidden_size, width)),
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def _make_queries(self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+        rank, hidden = config.mla.q_lora_rank, config.hidden_size
+        rows = config.attention.num_attention_heads * config.mla.query_size
+        self.linear_q_proj: ColumnParallelLinear | None = None
+        if rank is None:
+            self.linear_q_proj = self._up(hidden, rows, config, mesh, dtype)
+            return
+        self.linear_q_down_proj = self._down(rank, config, mesh, dtype)
+        self.linear_q_up_proj = self._up(rank, rows, config, mesh, dtype)
+
+    def _make_keys_and_values(
+        self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype
+    ) -> None:
+        latent = config.mla
+        rows = config.attention.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+        self.linear_kv_down_proj = self._down(latent.down_size, config, mesh, dtype)
+        self.linear_kv_up_proj = self._up(latent.kv_lora_rank, rows, config, mesh, dtype)
+
+    def _make_norms(
+        self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, backends: Backends
+    ) -> None:
+        self.q_layernorm: nn.Module = nn.Identity()
+        self.kv_layernorm: nn.Module = nn.Identity()
+        if not config.attention.qk_layernorm:
+            return
+        summed = ("tp",) if self.sequence_parallel else ()
+        rank = config.mla.q_lora_rank
+        if rank is not None:
+            self.q_layernorm = norm = Norm(rank, config.norm, mesh, dtype, backends, summed)
+            sharding.attach(norm.weight, replace(sharding.of(norm.weight), qk_norm=True))
+        rank = config.mla.kv_lora_rank
+        self.kv_layernorm = Norm(rank, config.norm, mesh, dtype, backends, summed)
+
+    def _up(
+        self, inputs: int, rows: int, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype
+    ) -> ColumnParallelLinear:
+        return ColumnParallelLinear.even(
+            inputs,
+            rows,
+            mesh,
+            dtype,
+            inner_init(config, (rows, inputs)),
+            bias=False,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def _down(
+        self, rows: int, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype
+    ) -> "DownProjection":
+        return DownProjection(rows, config, mesh, dtype, self.sequence_parallel)
+
+    def forward(self, x_sBH: Tensor, context: Context) -> Tensor:
+        assert context.rotary is not None, "the model computes rotary tables"
+        q_SBnD = self._queries(x_sBH, context.rotary)
+        k_SBnD, v_SBnE = self._keys_and_values(x_sBH, context.rotary)
+        y_sBH: Tensor = self.linear_proj(self.mix(q_SBnD, k_SBnD, v_SBnE, context))
+        return y_sBH
+
+    def _queries(self, x_sBH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        if self.linear_q_proj is not None:
+            q_SBX = self.linear_q_proj(x_sBH)
+        else:
+            q_SBX = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x_sBH)))
+        q_SBnD = q_SBX.unflatten(2, (self.heads, -1))
+        own, turning = q_SBnD.split((self.sizes.qk_head_dim, self.sizes.qk_pos_emb_head_dim), -1)
+        return torch.cat((own, self.rope(turning, *rotary, True)), -1)
+
+    def _keys_and_values(
+        self, x_sBH: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        sizes = self.sizes
+        mixed = self.linear_kv_down_proj(x_sBH)
+        latent_sBL, turning_sBP = mixed.split((sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim), -1)
+        kv_SBX = self.linear_kv_up_proj(self.kv_layernorm(latent_sBL).contiguous())
+        own, v_SBnE = kv_SBX.unflatten(2, (self.heads, -1)).split(
+            (sizes.qk_head_dim, sizes.v_head_dim), -1
+        )
+        turning_SBP = mappings.enter(turning_sBP, self.mesh.tp, self.sequence_parallel)
+        turned_SB1P = self.rope(turning_SBP.unsqueeze(2), *rotary, True)
+        k_SBnD = torch.cat((own, turned_SB1P.expand(-1, -1, self.heads, -1)), -1)
+        return k_SBnD, v_SBnE
+
+
+class DownProjection(nn.Module):
+    """``y = x @ W.T`` of the positions that a rank has; every tensor-parallel rank holds ``W``."""
+
+    def __init__(
+        self,
+        rows: int,
+        config: TransformerConfig,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.alone = Axis("none", (mesh.rank,), 0, None)
+        shape = (rows, config.hidden_size)
+        record = sharding.whole(
+            shape,
+            inner_init(config, shape),
+            replicated=("tp",),
+            summed=("tp",) if sequence_parallel else (),
+            matrix=True,
+        )
+        self.weight = make_parameter(record, shape, mesh, dtype)
+
+    def forward(self, x_sBH: Tensor) -> Tensor:
+        return linear(x_sBH, self.weight, None, self.alone, False)
+
+
+def attention_scale(latent: MLAConfig) -> float:
+    """Return the factor on products of queries and keys, YaRN's temperature among it."""
+    temperature = yarn_mscale(latent.rotary_scaling_factor, latent.mscale_all_dim)
+    return temperature**2 / math.sqrt(latent.query_size)

@@ -1,0 +1,77 @@
+"""What multi-latent attention costs: its parameters, operations, and what it keeps and exchanges.
+
+Pure functions of the architecture, without torch, in the terms of `core.transformer.mla`.
+"""
+
+from typing import NamedTuple
+
+from megatron.core.transformer.config import TransformerConfig
+
+
+class Matrix(NamedTuple):
+    """A matrix that a tensor-parallel rank holds."""
+
+    name: str
+    shape: tuple[int, int]
+    is_whole: bool
+    """Every rank holds all of it, and applies it to the positions that it has."""
+
+
+def projections(model: TransformerConfig, tp: int) -> list[Matrix]:
+    """Return the matrices that make queries, keys and values, in the model's order."""
+    sizes, hidden = model.mla, model.hidden_size
+    heads, rank = model.attention.num_attention_heads // tp, sizes.q_lora_rank
+    queries = heads * sizes.query_size
+    keys_and_values = heads * (sizes.qk_head_dim + sizes.v_head_dim)
+    found = [Matrix("linear_q_proj", (queries, hidden), False)]
+    if rank is not None:
+        found = [
+            Matrix("linear_q_down_proj", (rank, hidden), True),
+            Matrix("linear_q_up_proj", (queries, rank), False),
+        ]
+    return [
+        *found,
+        Matrix("linear_kv_down_proj", (sizes.down_size, hidden), True),
+        Matrix("linear_kv_up_proj", (keys_and_values, sizes.kv_lora_rank), False),
+    ]
+
+
+def latents(model: TransformerConfig) -> dict[str, int]:
+    """Return the ranks of the latents by the name of the norm that they may have."""
+    sizes = model.mla
+    queries = {} if sizes.q_lora_rank is None else {"q_layernorm": sizes.q_lora_rank}
+    return {**queries, "kv_layernorm": sizes.kv_lora_rank}
+
+
+def multiply_adds(model: TransformerConfig, seq_length: int) -> float:
+    """Return the multiply-adds of one layer's attention for a token of a causal sequence.
+
+    By Megatron-LM's formula, which counts the latents' gains as well as the matrices.
+    """
+    sizes, heads = model.mla, model.attention.num_attention_heads
+    matrices = sum(rows * columns for _, (rows, columns), _ in projections(model, 1))
+    scores_and_values = heads * (sizes.query_size + sizes.v_head_dim) * seq_length / 2
+    output = heads * sizes.v_head_dim * model.hidden_size
+    return matrices + sum(latents(model).values()) + scores_and_values + output
+
+
+class Kept(NamedTuple):
+    """Elements per token that a layer's attention keeps for its backward pass."""
+
+    shared: int
+    """Of latents: each rank keeps those of its positions."""
+    by_heads: int
+    """Of queries, keys, values and outputs of all heads."""
+
+
+def kept(model: TransformerConfig) -> Kept:
+    """Return what is kept beside the attention's input.
+
+    Values lie beside the keys' channels without position, which the rotary ones are joined to in
+    another tensor: both count.
+    """
+    sizes, heads = model.mla, model.attention.num_attention_heads
+    normed = sum(latents(model).values()) if model.attention.qk_layernorm else 0
+    rank = sizes.q_lora_rank or 0
+    per_head = 2 * sizes.query_size + sizes.qk_head_dim + 2 * sizes.v_head_dim
+    return Kept(rank + sizes.down_size + normed, heads * per_head)
