@@ -81,9 +81,16 @@ def unneeded(config: DataConfig) -> tuple[str, ...]:
     return () if config.reset_position_ids else ("position_ids",)
 
 
-def seen_by_all_layers(config: DataConfig) -> bool:
-    """Return whether a sample says more to a layer than its hidden states do."""
-    return config.reset_position_ids or config.reset_attention_mask
+def is_read(config: RunConfig, pp_coordinate: int) -> bool:
+    """Return whether a rank of the pipeline reads samples.
+
+    It does if it holds an end of the model, or if a sample says more to a layer than its hidden
+    states do.
+    """
+    ends = {0, config.placement.num_stages - 1}
+    if not ends.isdisjoint(config.placement.positions(pp_coordinate)):
+        return True
+    return config.data.reset_position_ids or config.data.reset_attention_mask
 
 
 def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:

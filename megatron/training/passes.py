@@ -30,6 +30,7 @@ from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.layers import postponing
 from megatron.core.utils import divide
 from megatron.training.batches import Batch
+from megatron.training.config import RunConfig
 from megatron.training.objective import Accumulator, Objective, TokenLosses
 from megatron.training.timers import Timers
 
@@ -181,6 +182,31 @@ class Passes:
 
     def _feed(self, source: Iterator[Batch], count: int) -> "_Feed":
         return _Feed(source, count, len(self.chunks), self.activation, self.mesh)
+
+
+def build_passes(
+    config: RunConfig,
+    mesh: Mesh,
+    chunks: Sequence[nn.Module],
+    forward_step: ForwardStep,
+    timers: Timers,
+) -> Passes:
+    """Return the passes of a run."""
+    return Passes(
+        chunks,
+        forward_step,
+        Objective(config.training.calculate_per_token_loss, mesh),
+        timers,
+        pipeline=config.pipeline,
+        placement=config.placement,
+        activation=Activation(
+            width=config.model.hidden_size,
+            dtype=getattr(torch, config.precision.params_dtype),
+            shares=config.sequence_shares,
+            samples=config.training.micro_batch_size,
+            sequence=config.data.seq_length,
+        ),
+    )
 
 
 class _Feed(Sequence[Shape]):

@@ -55,8 +55,7 @@ from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
 from megatron.training.launch import Launch
 from megatron.training.metrics import Facts, Metrics
-from megatron.training.objective import Objective
-from megatron.training.passes import Activation, ForwardStep, Passes
+from megatron.training.passes import ForwardStep, Passes, build_passes
 from megatron.training.profiling import Profiler
 from megatron.training.progress_file import ProgressFile
 from megatron.training.signals import ExitSignal
@@ -259,22 +258,7 @@ class Job:
         return 0
 
     def _passes(self, chunks: Sequence[nn.Module], timers: Timers) -> Passes:
-        config = self.config
-        return Passes(
-            chunks,
-            self.program.forward_step,
-            Objective(config.training.calculate_per_token_loss, self.mesh),
-            timers,
-            pipeline=config.pipeline,
-            placement=config.placement,
-            activation=Activation(
-                width=config.model.hidden_size,
-                dtype=getattr(torch, config.precision.params_dtype),
-                shares=config.sequence_shares,
-                samples=config.training.micro_batch_size,
-                sequence=config.data.seq_length,
-            ),
-        )
+        return build_passes(self.config, self.mesh, chunks, self.program.forward_step, timers)
 
     def _announce(self, state: TrainState) -> None:
         save, total = self.config.checkpoint.save, self.config.total_iterations
@@ -327,9 +311,7 @@ class Job:
         self, dataset: Samples, numbers: Iterable[Sequence[int]], num_workers: int
     ) -> Batches | NoBatches:
         config = self.config
-        mine = config.placement.positions(self.mesh.pp.coordinate)
-        ends = {0, config.placement.num_stages - 1}
-        if ends.isdisjoint(mine) and not run_data.seen_by_all_layers(config.data):
+        if not run_data.is_read(config, self.mesh.pp.coordinate):
             return NoBatches()
         return Batches(
             dataset,

@@ -44,6 +44,11 @@ def create_mesh(
     if launch.world_size == 1:
         return Mesh.serial(device)
     connect(launch, backend, config.process.distributed_timeout_minutes, environ)
+    return connected_mesh(config, device)
+
+
+def connected_mesh(config: RunConfig, device: torch.device) -> Mesh:
+    """Return the mesh of a run whose processes are connected; a collective of the world."""
     inner = config.context.hierarchical_context_parallel_sizes
     return Mesh.create(
         config.parallel,

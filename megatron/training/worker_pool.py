@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 Body = Callable[..., Any]
 GRACE = 5.0
@@ -49,7 +50,7 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", __name__, *preload])
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._jobs = 0
 
     def __enter__(self) -> Self:
@@ -107,7 +108,7 @@ class Pool:
 
     def _grow(self, world: int) -> None:
         if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < world:
             here, there = self._context.Pipe()
             process = self._context.Process(
@@ -121,7 +122,7 @@ class Pool:
 def _serve(rank: int, port: int, connection: Connection) -> None:
     """Run jobs until the process that owns the pool goes away."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     environment = dict(os.environ)
     while True:
         try:
@@ -141,7 +142,7 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
 
 
 def _job(
-    store: dist.Store,
+    store: Store,
     number: int,
     rank: int,
     world: int,
@@ -152,7 +153,7 @@ def _job(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"job{number}", store),
+        store=PrefixStore(f"job{number}", store),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
