@@ -34,7 +34,7 @@ ALLOWED = {
     "context_parallel",
     "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
     "transformer pipeline_parallel",
-    "inference": "utils rng models",
+    "inference": "utils mesh comm rng models",
 }
 
 

@@ -1,16 +1,16 @@
 """Collectives over an axis of the mesh; each is a no-op where the axis has size 1.
 
 Every byte that leaves a rank passes here, so that one place can count calls and payload
-(`counting`) and one place knows torch's names. Payload is the full tensor of the call: what an
-all-gather returns, what a reduce-scatter takes; of objects, their pickles. Tensors must be
-contiguous, as NCCL asks.
+(`counting`), one can write down every call (`recording`) and one place knows torch's names. Payload
+is the full tensor of the call: what an all-gather returns, what a reduce-scatter takes; of objects,
+their pickles. Tensors must be contiguous, as NCCL asks.
 """
 
 import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,13 @@ from megatron.core.mesh import Axis
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Newer versions of torch warn of the older names.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # Of the process, not of a thread or context: on CUDA autograd runs the collectives of a backward in
 # threads of its own, which must be counted too.
 _counting: list["Traffic"] = []
+_recording: list[list["Call"]] = []
 
 
 class Traffic:
@@ -49,6 +53,36 @@ def counting() -> Iterator[Traffic]:
         _counting.remove(traffic)
 
 
+class Call(NamedTuple):
+    """One call as a rank made it; see `call_order` for what ranks must agree on."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    """Of the group, global."""
+    name: str
+    """The collective; of a reduction with its operation, such as ``all_reduce max``."""
+    shape: tuple[int, ...]
+    dtype: str
+    peer: int | None = None
+    """The other rank of a send or receive, global."""
+
+    def __str__(self) -> str:
+        towards = "to" if self.name == "send" else "from"
+        peer = "" if self.peer is None else f" {towards} rank {self.peer}"
+        return f"{self.name}{peer} of {self.dtype} {list(self.shape)}"
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Write down this process's calls, in order, while the block runs; for debugging and tests."""
+    calls: list[Call] = []
+    _recording.append(calls)
+    try:
+        yield calls
+    finally:
+        _recording.remove(calls)
+
+
 class Handle:
     """Work under way; whoever started it waits on it before touching its tensors."""
 
@@ -66,7 +100,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, async_op: bool = False)
     """Reduce ``x`` over ``axis`` in place."""
     if axis.size == 1:
         return Handle(None)
-    _count(axis, "all_reduce", x)
+    _count(axis, "all_reduce", x, detail=op)
     return _started(dist.all_reduce(x, _OPS[op], axis.group, async_op=True), async_op)
 
 
@@ -86,9 +120,7 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = Fals
             out.copy_(x.view_as(out))
         return Handle(None)
     _count(axis, "all_gather", out)
-    return _started(
-        dist.all_gather_into_tensor(out, x.contiguous(), axis.group, async_op=True), async_op
-    )
+    return _started(_ALL_GATHER(out, x.contiguous(), group=axis.group, async_op=True), async_op)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -107,9 +139,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = 
             out.copy_(x.view_as(out))
         return Handle(None)
     _count(axis, "reduce_scatter", x)
-    return _started(
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True), async_op
-    )
+    return _started(_REDUCE_SCATTER(out, x.contiguous(), group=axis.group, async_op=True), async_op)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
@@ -161,13 +191,13 @@ def send(x: Tensor, axis: Axis, target: int) -> Handle:
     on an axis may run in the order of starting, so all must agree on one (`pipeline_parallel.order`
     finds it).
     """
-    _count(axis, "send", x)
+    _count(axis, "send", x, axis.ranks[target])
     return Handle(*_transfer(dist.isend, x, axis, target))
 
 
 def receive(out: Tensor, axis: Axis, source: int) -> Handle:
     """Start to fill ``out`` with what coordinate ``source`` sends; see `send`."""
-    _count(axis, "receive", out)
+    _count(axis, "receive", out, axis.ranks[source])
     return Handle(*_transfer(dist.irecv, out, axis, source))
 
 
@@ -180,6 +210,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable ``value``, in coordinate order; for small metadata only."""
     if axis.size == 1:
         return [value]
+    _record(Call(axis.name, axis.ranks, "gather_objects", (), "object"))
     values: list[Any] = [None] * axis.size
     dist.all_gather_object(values, value, axis.group)
     for traffic in _counting:
@@ -190,15 +221,24 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 def barrier(axis: Axis) -> None:
     """Return once every rank of ``axis`` has come here."""
     if axis.size > 1:
+        _record(Call(axis.name, axis.ranks, "barrier", (), "nothing"))
         for traffic in _counting:
             traffic.add(axis, "barrier", 0)
         dist.barrier(axis.group)
 
 
-def _count(axis: Axis, name: str, x: Tensor) -> None:
+def _count(axis: Axis, name: str, x: Tensor, peer: int | None = None, *, detail: str = "") -> None:
     assert x.is_contiguous(), f"{name} over {axis.name}: tensor is not contiguous"
     for traffic in _counting:
         traffic.add(axis, name, x.numel() * x.element_size())
+    if _recording:
+        title, dtype = f"{name} {detail}".strip(), str(x.dtype).removeprefix("torch.")
+        _record(Call(axis.name, axis.ranks, title, tuple(x.shape), dtype, peer))
+
+
+def _record(call: Call) -> None:
+    for calls in _recording:
+        calls.append(call)
 
 
 def _started(work: dist.Work, async_op: bool) -> Handle:
