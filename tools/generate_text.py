@@ -3,11 +3,15 @@
     tools/generate_text.py --load CHECKPOINTS --prompt "To be, or" --num-tokens-to-generate 100
     tools/generate_text.py --load CHECKPOINTS --prompt-file prompts.txt --output out.jsonl
     tools/generate_text.py --load CHECKPOINTS                  (interactive: one prompt per line)
+    torchrun --nproc-per-node 2 tools/generate_text.py --tensor-model-parallel-size 2 --load ...
 
 Architecture and tokenizer come from the checkpoint; name the tokenizer's files where they moved.
+Several processes share one copy of the model, in a layout of their own; the first one reads and
+prints.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,18 +21,24 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import Config, check_at_least, option
-from megatron.core.utils import UserError, atomic_path, check_file
+from megatron.core.grid import ParallelConfig
+from megatron.core.utils import UserError, atomic_path, check_file, silent
 from megatron.training.arguments import parse_tool, run_main
+from megatron.training.launch import discover
 
 if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
     from megatron.core.inference.sampling import Sampling
-    from megatron.training.generation import Generator
+    from megatron.training.generation import Generator, Processes
 
 PROGRAM = "generate_text"
+TIMEOUT, PATIENCE = 10, 60 * 24 * 365
+"""Minutes that processes wait for each other, and in a conversation: people take their time."""
 
 
 class GenerateConfig(Config):
     """What to generate, from which model."""
+
+    parallel: ParallelConfig
 
     load: str = option()
     """Folder of checkpoints, as given to --save."""
@@ -72,8 +82,8 @@ class GenerateConfig(Config):
     output: str | None = option(None, metavar="FILE")
     """Write one JSON object per text instead of printing."""
 
-    device: Literal["cpu", "cuda"] | None = option(derived="cuda when there is one")
-    """Device to run on."""
+    device: Literal["auto", "cpu", "cuda"] = option("auto")
+    """Where to compute; ``auto`` is CUDA where there is a device, else the CPU."""
 
     tokenizer_model: str | None = option(None)
     """Tokenizer model, when it is no longer where training found it."""
@@ -123,11 +133,15 @@ def sampling_of(config: GenerateConfig) -> "Sampling":
 
 
 def answer(
-    generator: "Generator", config: GenerateConfig, prompts: list[str]
+    generator: "Generator", config: GenerateConfig, prompts: list[str], prints: bool
 ) -> Iterator[dict[str, object]]:
-    """Continue every prompt and yield one record per text; a single text appears as it grows."""
+    """Continue every prompt and yield one record per text; a single text appears as it grows.
+
+    A collective of the processes; one of them ``prints``.
+    """
     repeated = [prompt for prompt in prompts for _ in range(config.num_samples)]
-    live = len(repeated) == 1 and config.output is None and sys.stdout.isatty()
+    prints = prints and config.output is None
+    live = prints and len(repeated) == 1 and sys.stdout.isatty()
     if live:
         print(repeated[0], end="", flush=True)
     results = generator.run(
@@ -142,7 +156,7 @@ def answer(
     if live:
         print()
     for prompt, (text, completion) in zip(repeated, results, strict=True):
-        if config.output is None and not live:
+        if prints and not live:
             print(prompt + text)
             if len(repeated) > 1:
                 print("-" * 40)
@@ -155,16 +169,20 @@ def answer(
         }
 
 
-def converse(generator: "Generator", config: GenerateConfig) -> None:
-    """Continue one prompt per line until the input ends."""
-    if sys.stdin.isatty():
+def converse(generator: "Generator", config: GenerateConfig, processes: "Processes") -> None:
+    """Continue one prompt per line until the first process's input ends."""
+    from megatron.training.shared import from_first
+
+    first = processes.world.coordinate == 0
+    if first and sys.stdin.isatty():
         print("one prompt per line; end with Ctrl-D", file=sys.stderr)
-    for line in sys.stdin:
+    while line := from_first(processes.world, sys.stdin.readline):
         if prompt := line.rstrip("\n"):
             try:
-                list(answer(generator, config, [prompt]))
-            except UserError as error:
-                print(f"{PROGRAM}: {error}", file=sys.stderr)
+                list(answer(generator, config, [prompt], first))
+            except UserError as error:  # the same on all: they have the same prompt
+                if first:
+                    print(f"{PROGRAM}: {error}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,33 +192,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: something that the user can fix.
     """
     config = parse_tool(argv, GenerateConfig, PROGRAM).config
-    prompts = prompts_of(config)
-    import torch
+    launch = discover(os.environ)
+    from megatron.training.generation import connected, open_checkpoint
+    from megatron.training.shared import from_first
 
-    from megatron.training.generation import open_checkpoint
-
-    if config.output is not None:
-        check_file("--output", config.output)
     sampling_of(config)  # a wrong flag is told before the model is read
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here; give --device cpu")
-    files = ("tokenizer_model", "vocab_file", "merge_file")
-    generator = open_checkpoint(
-        config.load,
-        config.ckpt_step,
-        torch.device(name),
-        lambda line: print(line, file=sys.stderr),
-        tokenizer_overrides={file: getattr(config, file) for file in files},
-    )
-    if prompts is None:
-        converse(generator, config)
-        return 0
-    records = list(answer(generator, config, prompts))
-    if config.output is not None:
+    first = launch.rank == 0
+    say = (lambda line: print(line, file=sys.stderr)) if first else silent
+    if config.parallel.sequence_parallel:
+        say("--sequence-parallel has no effect: one token at a time is read")
+    talks = config.prompt is None and config.prompt_file is None
+    minutes = PATIENCE if talks else TIMEOUT
+    with connected(launch, config.parallel, config.device, minutes, say) as processes:
+        prompts = from_first(processes.world, lambda: prepared(config))
+        files = ("tokenizer_model", "vocab_file", "merge_file")
+        generator = open_checkpoint(
+            config.load,
+            config.ckpt_step,
+            processes,
+            say,
+            tokenizer_overrides={file: getattr(config, file) for file in files},
+        )
+        if prompts is None:
+            converse(generator, config, processes)
+            return 0
+        records = list(answer(generator, config, prompts, first))
+    if first and config.output is not None:
         with atomic_path(config.output) as path:
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return 0
+
+
+def prepared(config: GenerateConfig) -> list[str] | None:
+    """Return the prompts as `prompts_of` does, when the place for the output is in order too."""
+    if config.output is not None:
+        check_file("--output", config.output)
+    return prompts_of(config)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
-from megatron.core.utils import Say, UserError, human_bytes
+from megatron.core.utils import Say, human_bytes
 from megatron.training import checkpoint_facts, random_states
 from megatron.training.checkpoint_facts import RunFacts
-from megatron.training.checkpoint_source import Source, choose
+from megatron.training.checkpoint_source import choose
 from megatron.training.checkpointing import OPTIMIZER, RANDOM, Optimizer, items, random_key
 from megatron.training.config import CheckpointConfig
+from megatron.training.shared import from_first
 from megatron.training.state import TrainState
 
 _WAYS_OUT = (
@@ -64,7 +65,8 @@ def load_checkpoint(
         UserError: there is something to load, but it cannot be, or does not fit; with a schedule
             other than the stored one and no flag to say which, too.
     """
-    source = _shared_choice(config, mesh, say)
+    # One rank chooses, so that all take the same checkpoint.
+    source = from_first(mesh.world, lambda: choose(config, say))
     if source is None:
         return Loaded(TrainState(), run.schedule)
     begin, folder, facts = time.monotonic(), source.found.folder, source.found.index.facts
@@ -117,20 +119,6 @@ def load_checkpoint(
         f"hash {report.hash}"
     )
     return Loaded(state, schedule, folder, report.hash, parts)
-
-
-def _shared_choice(config: CheckpointConfig, mesh: Mesh, say: Say) -> Source | None:
-    """Let rank 0 choose, so that all ranks take the same checkpoint."""
-    chosen: Source | UserError | None = None
-    if mesh.world.coordinate == 0:
-        try:
-            chosen = choose(config, say)
-        except UserError as error:
-            chosen = error
-    chosen = comm.gather_objects(chosen, mesh.world)[0]
-    if isinstance(chosen, UserError):
-        raise chosen
-    return chosen
 
 
 def _load_random(checkpoint: Checkpoint, mesh: Mesh, say: Say) -> bool:

@@ -1,25 +1,36 @@
-"""A model and its tokenizer, out of a checkpoint alone, ready to generate text."""
+"""A model and its tokenizer, out of a checkpoint alone, ready to generate text.
 
-from collections.abc import Callable, Mapping, Sequence
+The layout is this program's own: a checkpoint of any layout is read on any other. Processes share
+the matrices of each layer (tensor parallelism) or the layers (pipeline parallelism) of one copy.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.config import resolve, specs
 from megatron.core.dist_checkpointing.load import Checkpoint, load
+from megatron.core.grid import ParallelConfig
 from megatron.core.inference.engine import Completion, generate
 from megatron.core.inference.sampling import Sampling
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import Say, UserError
-from megatron.training import checkpoint_source, checkpointing
+from megatron.training import checkpoint_source, checkpointing, layout_rules, setup
+from megatron.training.launch import Launch
+from megatron.training.shared import from_first
 
 Stream = Callable[[int, str], None]
 """Called with (number of the prompt, new text)."""
@@ -122,27 +133,102 @@ class _Decoder:
         return new
 
 
+@dataclass(frozen=True)
+class Processes:
+    """Those that generate together, as one of them sees them."""
+
+    world: Axis
+    device: torch.device
+    layout: ParallelConfig
+
+
+def check_layout(layout: ParallelConfig, world_size: int) -> None:
+    """Refuse what generation has no use for.
+
+    Raises:
+        UserError: a size, or the number of processes, means nothing here.
+    """
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    if min(tensor, pipeline) < 1:
+        raise UserError(
+            f"--tensor-model-parallel-size ({tensor}) and --pipeline-model-parallel-size "
+            f"({pipeline}) must be at least 1"
+        )
+    for flag, size, what in (
+        ("--context-parallel-size", layout.context_parallel_size, "one token at a time is read"),
+        ("--expert-model-parallel-size", layout.expert_model_parallel_size, "no model has experts"),
+    ):
+        if size != 1:
+            raise UserError(
+                f"{flag} ({size}): {what}, so there is nothing to split; leave it out (a "
+                "checkpoint of any layout can be read)"
+            )
+    size = tensor * pipeline
+    if world_size != size:
+        raise UserError(
+            f"{world_size} process{'es' * (world_size > 1)} for one copy of the model, which "
+            f"--tensor-model-parallel-size ({tensor}) x --pipeline-model-parallel-size "
+            f"({pipeline}) spread over {size}; start {size}, or choose sizes whose product is "
+            f"{world_size}. For several copies start the tool several times"
+        )
+
+
+@contextmanager
+def connected(
+    launch: Launch, layout: ParallelConfig, device: str, timeout_minutes: int, say: Say
+) -> Iterator[Processes]:
+    """Join the other processes, and leave them at the end.
+
+    Args:
+        launch: this process's place.
+        layout: what the processes share, see `check_layout`.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        timeout_minutes: how long to wait for one that does not come or does not answer.
+        say: told what was chosen.
+
+    Raises:
+        UserError: there is no such device here, or the layout is not one for generation.
+    """
+    check_layout(layout, launch.world_size)
+    here = setup.choose_device(device, launch)
+    setup.set_threads(here, launch, os.environ, say)
+    group = None
+    if launch.world_size > 1:
+        backend = setup.choose_backend("auto", here)
+        setup.connect(launch, backend, timeout_minutes, os.environ)
+        group = dist.group.WORLD
+    world = Axis("world", tuple(range(launch.world_size)), launch.rank, group)
+    try:
+        yield Processes(world, here, layout)
+    finally:
+        setup.disconnect()
+
+
 def open_checkpoint(
     folder: str,
     step: int | None,
-    device: torch.device,
+    processes: Processes,
     say: Say,
     *,
     tokenizer_overrides: Mapping[str, Any] | None = None,
 ) -> Generator:
     """Build model and tokenizer as the checkpoint's run had them, and load the weights.
 
+    A collective of the processes.
+
     Args:
         folder: what ``--save`` was.
         step: iteration; the newest complete one when absent.
-        device: where to run.
+        processes: where to run.
         say: told what was loaded.
         tokenizer_overrides: values of `TokenizerConfig` to use instead, for files that have moved.
 
     Raises:
-        UserError: there is no complete checkpoint, or the tokenizer is another one.
+        UserError: there is no complete checkpoint, the tokenizer is another one, or the model
+            cannot be spread so.
     """
-    found = checkpoint_source.find(folder, step, say)
+    # A run may be saving: let one process say which checkpoint is the newest.
+    found = from_first(processes.world, lambda: checkpoint_source.find(folder, step, say))
     if found is None:
         raise UserError(f"--load ({folder}) holds no checkpoint")
     facts = found.index.facts
@@ -154,13 +240,7 @@ def open_checkpoint(
             f"{folder} was trained with another tokenizer: its fingerprint is "
             f"{facts['tokenizer']}, this one's {tokenizer.fingerprint()}; name the right files"
         )
-    precision = _part(PrecisionConfig, stored)
-    model = GPTModel(
-        replace(_part(TransformerConfig, stored), attention_backend="auto"),
-        Mesh.serial(device),
-        vocab_size=facts["vocabulary_rows"],
-        dtype=getattr(torch, precision.params_dtype),
-    )
+    model = _build_model(stored, facts["vocabulary_rows"], processes)
     with Checkpoint(found.folder, found.index) as checkpoint:
         report = load(
             checkpointing.items([model], None, model.mesh, saving=False),
@@ -176,6 +256,28 @@ def open_checkpoint(
         f"{Path(found.folder)} (hash {report.hash})"
     )
     return Generator(model, tokenizer)
+
+
+def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> GPTModel:
+    """Return this process's part of the model that a stored config describes."""
+    config: TransformerConfig = _part(TransformerConfig, stored)
+    precision: PrecisionConfig = _part(PrecisionConfig, stored)
+    tensor = processes.layout.tensor_model_parallel_size
+    layout_rules.check_tensor_heads(config, tensor)
+    layout_rules.check_tensor_widths(config, tensor, "of the checkpoint")
+    stages = make_stages(config.num_layers, processes.layout.pipeline_model_parallel_size)
+    mesh = Mesh.serial(processes.device)
+    if processes.world.size > 1:
+        groups = config.attention.num_query_groups
+        mesh = Mesh.create(processes.layout, processes.device, num_query_groups=groups)
+    return GPTModel(
+        replace(config, attention_backend="auto"),
+        mesh,
+        vocab_size=rows,
+        padded_vocab_size=-(-rows // tensor) * tensor,
+        dtype=getattr(torch, precision.params_dtype),
+        stage=stages[mesh.pp.coordinate],
+    )
 
 
 def _part(cls: Any, stored: Mapping[str, Any]) -> Any:

@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.utils import UserError
+from tests.harness import Pool, RankFailed
+from tests.programs import free_port, launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 IDS = 20
@@ -133,3 +137,99 @@ def test_mistakes_are_named(
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no checkpoint"):
         load_tool("generate_text").main(["--load", str(tmp_path), "--prompt", "1"])
+
+
+LAYOUTS = ("--tensor-model-parallel-size", 2), ("--pipeline-model-parallel-size", 2)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return checkpoints of an untrained model in fp64, which says something else at each draw."""
+    folder = tmp_path_factory.mktemp("two") / "save"
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 64 "
+        "--seq-length 32 --micro-batch-size 2 --lr 1e-2 --train-iters 1 --fp64 --device cpu "
+        "--tokenizer-type NullTokenizer --vocab-size 20 --mock-data --eval-iters 0 "
+        f"--init-method-std 0.3 --num-workers 0 --save {folder}"
+    )
+    assert pretrain_gpt.main(words.split()) == 0
+    return str(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_processes_write_what_one_writes(
+    pool: Pool, two_layers: str, tmp_path: Path, layout: tuple[str, int]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("1 2 3\n7\n")
+    common = ("--load", two_layers, "--device", "cpu", "--prompt-file", prompts, "--top-k", 15)
+    more = ("--num-samples", 2, "--seed", 4, "--num-tokens-to-generate", 6, "--output")
+    serial_words = (*common, *more, tmp_path / "one.jsonl")
+    assert load_tool("generate_text").main([str(word) for word in serial_words]) == 0
+    ended = launch(
+        pool, 2, "tools.generate_text", *common, *more, "two.jsonl", *layout, folder=tmp_path
+    )
+    assert [(one.code, one.out) for one in ended] == [(0, "")] * 2
+    assert "loaded" in ended[0].err and not ended[1].err
+    read = [
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("one.jsonl", "two.jsonl")
+    ]
+    assert len({tuple(record["tokens"]) for record in read[0]}) == 4
+    for serial, parallel in zip(*read, strict=True):
+        logarithms = pytest.approx(serial.pop("log_probabilities"), rel=1e-10)
+        assert parallel.pop("log_probabilities") == logarithms
+        assert parallel == serial
+
+
+def test_the_first_process_reads_and_prints(checkpoints: str, tmp_path: Path) -> None:
+    """A conversation through torchrun, as a user has it."""
+    command = (
+        f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()} "
+        f"{ROOT}/tools/generate_text.py --load {checkpoints} --device cpu --temperature 0 "
+        "--tensor-model-parallel-size 2 --num-tokens-to-generate 2"
+    )
+    ended = subprocess.run(
+        [sys.executable, *command.split()],
+        input=f"{COUNT}\nnot numbers\n2 3 4 5\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.splitlines() == [f"{COUNT} 9 10", "2 3 4 5 6 7"]
+    assert ended.stderr.count("not 'not'") == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "message"),
+    [
+        (2, (), r"2 processes for one copy.*--tensor-model-parallel-size \(1\) x.*over 1"),
+        (1, LAYOUTS[0], r"1 process for one copy.*spread over 2; start 2"),
+        (1, ("--context-parallel-size", 2), r"--context-parallel-size \(2\).*leave it out"),
+        (1, ("--expert-model-parallel-size", 2), r"--expert-model-parallel-size \(2\)"),
+        (1, ("--pipeline-model-parallel-size", 0), "must be at least 1"),
+    ],
+)
+def test_layouts_that_cannot_generate_are_refused_before_any_work(
+    checkpoints: str,
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    layout: tuple[object, ...],
+    message: str,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(UserError, match=message):
+        load_tool("generate_text").main(["--load", checkpoints, *map(str, layout)])
+
+
+def test_a_model_that_does_not_divide_is_named(pool: Pool, checkpoints: str) -> None:
+    flags = ("--load", checkpoints, "--device", "cpu", "--prompt", "1")
+    folder = Path(checkpoints).parent
+    layout = ("--tensor-model-parallel-size", 3)
+    with pytest.raises(RankFailed, match=r"--num-attention-heads \(2\)"):
+        launch(pool, 3, "tools.generate_text", *flags, *layout, folder=folder)
+    with pytest.raises(RankFailed, match=r"--pipeline-model-parallel-size \(2\)"):
+        launch(pool, 2, "tools.generate_text", *flags, *LAYOUTS[1], folder=folder)

@@ -3,6 +3,9 @@
 Each sample draws from a generator of its own, keyed by (seed, sample number), so what it says
 does not depend on who shares its batch.
 
+A model may be spread over tensor- and pipeline-parallel ranks. One rank that has logits chooses the
+tokens of a step, and all ranks learn them by one sum, so that no rounding can part them.
+
 Shapes: B batch, S tokens of this step, V vocabulary.
 """
 
@@ -13,9 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.core import rng
+from megatron.core import comm, rng
+from megatron.core.inference.forward import forward
 from megatron.core.inference.kv_cache import StaticCache
 from megatron.core.inference.sampling import Sampling, choose
+from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import UserError
 
@@ -48,8 +53,10 @@ def generate(
 ) -> list[Completion]:
     """Continue every prompt by up to ``max_new_tokens`` tokens.
 
+    A collective of the model's ranks: each calls it with the same arguments, and gets the same.
+
     Args:
-        model: the whole model, on one pipeline stage.
+        model: this rank's part of the model, one stage of it.
         prompts: token ids; each at least one token.
         max_new_tokens: tokens to add, the stop token included.
         sampling: how tokens are chosen; plain sampling at temperature 1 when absent.
@@ -63,35 +70,61 @@ def generate(
             model's learned positions.
     """
     _check(model, prompts, max_new_tokens)
-    sampling = sampling or Sampling()
-    device = model.mesh.device
+    assert model.mesh.dp_cp.size == 1, "replicas and shares of the sequence do not generate"
     texts = [list(prompt) for prompt in prompts]
     completions = [Completion() for _ in texts]
-    running = set(range(len(texts)))
-    generators = [_generator(seed, sample) for sample in range(len(texts))]
+    running = list(range(len(texts)))
+    chooser = _Chooser(model.mesh, sampling or Sampling(), seed, len(texts))
     longest = max(map(len, texts)) + max_new_tokens
     cache = StaticCache(longest, len(texts)) if use_cache else None
-    logits_BV = _read(model, texts, cache, device)
+    logits_BV = _read(model, texts, cache)
     for step in range(max_new_tokens):
-        for sample in sorted(running):
-            token = choose(logits_BV[sample], sampling, generators[sample])
+        for sample, (token, log_probability) in chooser.choose(logits_BV, running).items():
             completion = completions[sample]
             completion.tokens.append(token)
-            completion.log_probabilities.append(float(logits_BV[sample].log_softmax(0)[token]))
+            completion.log_probabilities.append(log_probability)
             texts[sample].append(token)
             if on_token is not None:
                 on_token(sample, token)
             if token in stop_tokens:
                 completion.finish = "stop"
-                running.discard(sample)
+                running.remove(sample)
         if not running or step + 1 == max_new_tokens:
             break
-        logits_BV = (
-            _read(model, texts, None, device)
-            if cache is None
-            else _step(model, texts, cache, device)
-        )
+        logits_BV = _read(model, texts, None) if cache is None else _step(model, texts, cache)
     return completions
+
+
+class _Chooser:
+    """Chooses tokens on one rank for all."""
+
+    def __init__(self, mesh: Mesh, sampling: Sampling, seed: int, samples: int) -> None:
+        self._mesh, self._sampling = mesh, sampling
+        self._decides = mesh.pp.coordinate == mesh.pp.size - 1 and mesh.tp.coordinate == 0
+        self._generators = [_generator(seed, sample) for sample in range(samples)]
+
+    def choose(
+        self, logits_BV: Tensor | None, running: Sequence[int]
+    ) -> dict[int, tuple[int, float]]:
+        """Return the next token of each running sample and the logarithm of its probability.
+
+        A collective; the logits are those of the deciding rank, on the others anything.
+        """
+        # Ids are whole numbers far below 2^53, so fp64 holds them as they are.
+        chosen = torch.zeros(len(running), 2, dtype=torch.float64)
+        if self._decides:
+            assert logits_BV is not None, "the last stage has logits"
+            for row, sample in enumerate(running):
+                logits_V = logits_BV[sample]
+                token = choose(logits_V, self._sampling, self._generators[sample])
+                chosen[row, 0], chosen[row, 1] = token, logits_V.log_softmax(0)[token]
+        shared = chosen.to(self._mesh.device)
+        comm.all_reduce(shared, self._mesh.world)
+        rows = shared.tolist()
+        return {
+            sample: (int(token), logarithm)
+            for sample, (token, logarithm) in zip(running, rows, strict=True)
+        }
 
 
 def _generator(seed: int, sample: int) -> torch.Generator:
@@ -99,32 +132,31 @@ def _generator(seed: int, sample: int) -> torch.Generator:
     return torch.Generator().manual_seed(rng.key("sample", seed, sample))
 
 
-def _read(
-    model: GPTModel, texts: list[list[int]], cache: StaticCache | None, device: torch.device
-) -> Tensor:
-    """Run whole texts, padded on the right, and return the logits after each one's last token."""
+def _read(model: GPTModel, texts: list[list[int]], cache: StaticCache | None) -> Tensor | None:
+    """Run whole texts, padded on the right; the last stage returns the logits after each one."""
     lengths = torch.tensor([len(text) for text in texts])
     tokens_BS = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
     for sample, text in enumerate(texts):
         tokens_BS[sample, : len(text)] = torch.tensor(text)
     if cache is not None:
         cache.place(None)
-    logits_BSV: Tensor = model(tokens_BS.to(device), cache=cache)
+    logits_BSV = forward(model, tokens_BS.to(model.mesh.device), cache, None)
+    if logits_BSV is None:
+        return None
     return logits_BSV[torch.arange(len(texts)), lengths - 1].cpu()
 
 
-def _step(
-    model: GPTModel, texts: list[list[int]], cache: StaticCache, device: torch.device
-) -> Tensor:
-    """Run each text's last token and return the logits after it.
+def _step(model: GPTModel, texts: list[list[int]], cache: StaticCache) -> Tensor | None:
+    """Run each text's last token; the last stage returns the logits after it.
 
     A sample that has ended repeats its last token: same position, same key, no effect on others.
     """
+    device = model.mesh.device
     tokens_BS = torch.tensor([[text[-1]] for text in texts], device=device)
     positions_BS = torch.tensor([[len(text) - 1] for text in texts], device=device)
     cache.place(positions_BS)
-    logits_BSV: Tensor = model(tokens_BS, cache=cache, query_positions_BS=positions_BS)
-    return logits_BSV[:, -1].cpu()
+    logits_BSV = forward(model, tokens_BS, cache, positions_BS)
+    return None if logits_BSV is None else logits_BSV[:, -1].cpu()
 
 
 def _check(model: GPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
