@@ -324,7 +324,12 @@ class HealthConfig(Config):
     check_for_spiky_loss: bool = option(False)
     """Stop when a loss is far above those before it."""
 
+    check_weight_hash_across_dp_replicas_interval: int | None = option(None)
+    """Iterations between comparisons of weights that several ranks hold: all replicas, and what is
+    not split within one."""
+
     def __post_init__(self) -> None:
+        check_at_least(self, 1, "check_weight_hash_across_dp_replicas_interval")
         if self.skip_non_finite_iterations < 0:
             raise UserError(
                 f"--skip-non-finite-iterations ({self.skip_non_finite_iterations}) must not be "

@@ -58,6 +58,7 @@ from megatron.training.metrics import Facts, Metrics
 from megatron.training.passes import ForwardStep, Passes, build_passes
 from megatron.training.profiling import Profiler
 from megatron.training.progress_file import ProgressFile
+from megatron.training.replica_check import ReplicaCheck
 from megatron.training.signals import ExitSignal
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
@@ -392,11 +393,18 @@ class Job:
                 config.logging.tensorboard_dir or save_to or ".",
             ),
             garbage=Garbage(config.training),
+            replica_check=self._replica_check(chunks),
             save=self._saver(chunks, optimizer, built.facts, state) if save_to else None,
             say=self.say,
             flops_per_sample=self.flops_per_sample,
         )
         return Trainer(config, parts, state)
+
+    def _replica_check(self, chunks: Sequence[nn.Module]) -> ReplicaCheck | None:
+        interval = self.config.health.check_weight_hash_across_dp_replicas_interval
+        if interval is None or self.mesh.world.size == 1:
+            return None
+        return ReplicaCheck(chunks, self.mesh, interval)
 
     def _training_batches(
         self, train: Samples | Loader, state: TrainState

@@ -26,6 +26,7 @@ from megatron.training.garbage import Garbage
 from megatron.training.metrics import Iteration, Metrics
 from megatron.training.objective import Accumulator
 from megatron.training.profiling import Profiler
+from megatron.training.replica_check import ReplicaCheck
 from megatron.training.state import TrainState
 from megatron.training.step import Plan, StepResult, TrainStep
 from megatron.training.stopping import Reason, Stopper
@@ -49,6 +50,7 @@ class Parts:
     stopper: Stopper
     profiler: Profiler
     garbage: Garbage
+    replica_check: ReplicaCheck | None
     save: Callable[[TrainState, bool], None] | None
     """Writes a checkpoint of a state, told whether it is the last; None when nothing is saved."""
     say: Say
@@ -104,6 +106,8 @@ class Trainer:
         seconds = time.perf_counter() - start
         self._count(plan, seconds)
         self._record(plan, result, seconds)
+        if self.parts.replica_check is not None:
+            self.parts.replica_check.after(plan.iteration)
         self._warn_of_nothing(plan, result)
         self._say(self.parts.profiler.after(plan.iteration))
         self._log_when_due()
