@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
 from megatron.core.optimizer import memory
@@ -186,6 +187,15 @@ class StageMemory:
         return sum(self.fixed.values()) + self.activations
 
 
+class BufferKey(NamedTuple):
+    """What parameters of one buffer have in common; all are of one dtype."""
+
+    summed: tuple[str, ...]
+    alone: str
+    """Name of the parameter that has a buffer of its own; empty elsewhere."""
+    tied: bool
+
+
 def buffer_items(
     parameters: Sequence[ParameterShape], *, decays_qk_norms: bool = False
 ) -> list[Item]:
@@ -198,7 +208,7 @@ def buffer_items(
     """
     items = []
     for p in parameters:
-        key = (p.summed, p.name if p.tied or p.apart else "")
+        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied)
         decays = len(p.shape) > 1 or (p.qk_norm and decays_qk_norms)
         items.append(Item(p.name, p.numel, key, "decay" if decays else "no_decay"))
     return items

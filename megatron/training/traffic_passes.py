@@ -1,0 +1,202 @@
+"""What forwards and backwards move: tensor, context and pipeline parallelism, in closed form.
+
+`traffic` has the whole of an iteration, with a table; here is the part that every microbatch adds.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron.core.optimizer.memory import BYTES
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.plan import BlockKind, layer_plan
+from megatron.core.utils import divide
+from megatron.training.config import RunConfig
+
+
+class Cost(NamedTuple):
+    """What one kind of collective moves over one axis."""
+
+    calls: int
+    bytes: int
+
+
+Costs = dict[tuple[str, str], Cost]
+"""By (axis, collective), as `comm.Traffic` counts; what is not called is not there."""
+
+
+class Book:
+    """Adds up; an axis of one rank costs nothing."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes, self.costs = sizes, Costs()
+
+    def add(self, axis: str, op: str, size: int, calls: int = 1) -> None:
+        """Add ``calls`` of ``size`` bytes each."""
+        if self.sizes[axis] > 1 and calls:
+            before = self.costs.get((axis, op), Cost(0, 0))
+            self.costs[axis, op] = Cost(before.calls + calls, before.bytes + calls * size)
+
+
+def add_passes(book: Book, config: RunConfig, count: int, pp_rank: int, *, trains: bool) -> None:
+    """Add the forwards of ``count`` microbatches through a rank's stages, and the backwards."""
+    stages = config.stages
+    for position in config.placement.positions(pp_rank):
+        _Stage(book, config, stages[position], count, trains).add()
+        _transfers(book, config, position, count, trains)
+
+
+class _Heads(NamedTuple):
+    """Heads of a tensor-parallel rank, and their channels."""
+
+    queries: int
+    keys: int
+    channels: int
+    """Of a query or key."""
+    values: int
+    """Of a value."""
+
+
+class _Stage:
+    """One stage of a rank, with ``count`` microbatches going through it."""
+
+    def __init__(
+        self, book: Book, config: RunConfig, stage: Stage, count: int, trains: bool
+    ) -> None:
+        self.book, self.config, self.stage = book, config, stage
+        self.count, self.trains = count, trains
+        self.weight = BYTES[config.precision.params_dtype]
+        self.total = BYTES[config.precision.accumulation_dtype]
+        share = divide(config.data.seq_length, config.parallel.context_parallel_size)
+        self.tokens = config.training.micro_batch_size * share
+        parallel = config.parallel
+        self.split = parallel.sequence_parallel
+        self.in_pieces = parallel.sequence_parallel and parallel.tp_comm_overlap
+
+    def add(self) -> None:
+        """Add what the stage's modules move, in their order."""
+        model, stage = self.config.model, self.stage
+        plan, kinds = layer_plan(model), self.config.context.kinds(model.num_layers)
+        if stage.is_first:
+            self._leave()
+        for number in stage.layers:
+            for sublayer in plan[number].sublayers:
+                self._block(sublayer.kind, kinds[number])
+        if stage.is_last:
+            self._enter_product(model.hidden_size)
+            self._losses()
+
+    def _block(self, kind: BlockKind, context_kind: str) -> None:
+        model = self.config.model
+        if kind == "multi_latent_attention":
+            rank = model.mla.q_lora_rank
+            self._enter_product(model.hidden_size if rank is None else rank)
+            self._enter_product(model.mla.kv_lora_rank)
+            self._enter(model.mla.qk_pos_emb_head_dim)
+        else:
+            self._enter_product(model.hidden_size)
+        if kind != "mlp":
+            heads = _heads(model, kind, self.config.parallel.tensor_model_parallel_size)
+            self._attend(context_kind, heads)
+        self._leave_product()
+
+    def _losses(self) -> None:
+        # Of each token the largest logit, then three sums.
+        self.book.add("tp", "all_reduce", self.tokens * self.total, self.count)
+        self.book.add("tp", "all_reduce", 3 * self.tokens * self.total, self.count)
+        if not self.config.training.calculate_per_token_loss:
+            self.book.add("cp", "all_reduce", self.total, self.count)
+
+    # A region of tensor parallelism: how wide activations enter, and leave.
+
+    def _enter_product(self, width: int) -> None:
+        """Enter a column-parallel layer, which gathers its input again for its weight."""
+        if not self.in_pieces:
+            self._enter(width)
+        else:
+            self._in_pieces(width)
+        if self.split:
+            self._collective("all_gather", width, self.trains)
+
+    def _enter(self, width: int) -> None:
+        if self.split:
+            self._collective("all_gather", width)
+            self._collective("reduce_scatter", width, self.trains)
+        else:
+            self._collective("all_reduce", width, self.trains)
+
+    def _leave_product(self) -> None:
+        """Leave a row-parallel layer."""
+        if self.in_pieces:
+            self._in_pieces(self.config.model.hidden_size)
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        width = self.config.model.hidden_size
+        if self.split:
+            self._collective("reduce_scatter", width)
+            self._collective("all_gather", width, self.trains)
+        else:
+            self._collective("all_reduce", width)
+
+    def _in_pieces(self, width: int) -> None:
+        """Pass shares round the ranks, forward and backward."""
+        tp = self.book.sizes["tp"]
+        size = self.tokens * width * self.weight // tp
+        self.book.add("tp", "shift", size, (tp - 1) * self.count * (1 + self.trains))
+
+    def _collective(self, op: str, width: int, times: int = 1) -> None:
+        self.book.add("tp", op, self.tokens * width * self.weight, self.count * times)
+
+    # Attention over a sequence's ranks.
+
+    def _attend(self, kind: str, heads: _Heads) -> None:
+        book, both = self.book, self.count * (1 + self.trains)
+        back = self.count * self.trains
+        queries = self.tokens * heads.queries * heads.channels
+        outputs = self.tokens * heads.queries * heads.values
+        keys = self.tokens * heads.keys * (heads.channels + heads.values)
+        cp, inner = book.sizes["cp"], book.sizes["cp_inner"]
+        if kind == "all_gather":
+            book.add("cp", "all_gather", cp * keys * self.weight, both)
+            book.add("cp", "reduce_scatter", cp * keys * self.total, back)
+            return
+        ring = "cp"
+        if kind == "a2a" or (kind == "a2a+p2p" and inner > 1):
+            axis, ways, ring = ("cp", cp, "") if kind == "a2a" else ("cp_inner", inner, "cp_outer")
+            keys *= math.lcm(heads.keys, ways) // heads.keys  # every rank gets a whole head
+            book.add(axis, "all_to_all", (queries + keys) * self.weight, both)
+            book.add(axis, "all_to_all", outputs * self.weight, both)
+        if ring:
+            hops = book.sizes[ring] - 1
+            book.add(ring, "shift", keys * self.weight, hops * both)
+            book.add(ring, "shift", keys * self.total, hops * back)
+
+
+def _heads(model: TransformerConfig, kind: BlockKind, tp: int) -> _Heads:
+    attention = model.attention
+    queries = attention.num_attention_heads // tp
+    if kind == "multi_latent_attention":  # keys and values are made for every head
+        return _Heads(queries, queries, model.mla.query_size, model.mla.v_head_dim)
+    keys, channels = max(1, attention.num_query_groups // tp), attention.kv_channels
+    return _Heads(queries, keys, channels, channels)
+
+
+def _transfers(book: Book, config: RunConfig, position: int, count: int, trains: bool) -> None:
+    """Add what a stage sends to its neighbours on other ranks, and gets from them."""
+    placement, precision = config.placement, config.precision
+    elements = divide(
+        config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size,
+        config.sequence_shares,
+    )
+    size, here = elements * BYTES[precision.params_dtype], placement.owner(position)[0]
+    for neighbour, forward, backward in (
+        (position - 1, "receive", "send"),
+        (position + 1, "send", "receive"),
+    ):
+        if not 0 <= neighbour < placement.num_stages or placement.owner(neighbour)[0] == here:
+            continue
+        book.add("pp", forward, size, count)
+        book.add("pp", backward, size, count * trains)
