@@ -6,11 +6,9 @@ raises `UserError`; `run_main` turns that into one message and exit code 2.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,6 +17,7 @@ from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training import checkpoint_args, flag_status, help_text, idle, rules, verdicts
+from megatron.training.alike import print_once
 from megatron.training.command_line import (
     Given,
     Vocabulary,
@@ -27,6 +26,7 @@ from megatron.training.command_line import (
     read_file,
 )
 from megatron.training.config import RunConfig
+from megatron.training.failure import Failure, describe, end_children, write_error_file
 from megatron.training.flag_status import Row
 from megatron.training.verdicts import Applied
 
@@ -61,8 +61,17 @@ class Invocation(Config):
     local_rank: int | None = option(None)
     """Number of this process on its machine, from launchers that pass it; LOCAL_RANK wins."""
 
+    rank: int | None = option(None)
+    """Number of this process, from scripts that pass it: only checked, since the environment that
+    the launcher makes says it."""
+
+    launched_world_size: int | None = option(None, flag="--world-size")
+    """Number of processes, from scripts that pass it: only checked, as --rank."""
+
     def __post_init__(self) -> None:
         configs.check_above(self, 0, "dry_run_memory")
+        configs.check_at_least(self, 0, "rank")
+        configs.check_at_least(self, 1, "launched_world_size")
         if self.local_rank is not None and not 0 <= self.local_rank <= LARGEST_LOCAL_RANK:
             raise UserError(
                 f"--local-rank ({self.local_rank}) must be 0 to {LARGEST_LOCAL_RANK}: the number "
@@ -134,17 +143,10 @@ def parse(
             raise UserError(
                 f"--dry-run-world-size ({values['world_size']}) plans a run; add --dry-run"
             )
+        _check_launch(invocation, world_size)
         values["world_size"] = world_size
         origins["world_size"] = "derived"
-    reports: list[str] = []
-    if values.get("use_checkpoint_args"):
-        stored = _stored(values, stored_config or _read_stored)
-        if stored is None:
-            reports.append(
-                "warning: --use-checkpoint-args: there is no checkpoint to take them from"
-            )
-        else:
-            reports += checkpoint_args.merge(values, origins, stored)
+    reports = _take_stored(values, origins, stored_config or _read_stored)
     no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
     for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
         if values.get(name) is None:
@@ -152,7 +154,7 @@ def parse(
             origins.setdefault(name, "default")
     config, flat, derived = _resolve(RunConfig, values)
     full = _origins(flat, origins, derived)
-    if not plans:  # first: what follows may advise a layout that cannot run yet
+    if not plans:
         rules.check_built(config)
     rules.check(config, full, parsed.applied.left_out)
     config, mapped = rules.map_to_cpu(config, full)
@@ -169,6 +171,62 @@ def parse(
     if invocation.dump_config:
         dump(run, invocation.dump_config, program)
     return run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a command line gives, by name, before anything follows from it."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+    lines: Sequence[str]
+    """What there is to say of it."""
+
+
+def read_settings(argv: Sequence[str], tool: str) -> Settings:
+    """Return what a command line of a training run gives to a tool that makes other runs of it.
+
+    As for a dry run, flags of what is not built are left out, with a line that says so.
+
+    Raises:
+        UserError: anything that a user can fix.
+    """
+    table = {**flag_status.load(), **_no_dry_run(tool)}
+    parsed, values, origins = _read(argv, RunConfig, tool, ("config",), table, plans=True)
+    lines = _take_stored(values, origins, _read_stored)
+    lines += [f"not built yet, left out: {text}" for text in parsed.applied.left_out]
+    lines += [f"without effect: {text}" for text in _idle_groups(values, origins)]
+    return Settings(values, origins, lines)
+
+
+def build_run(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> RunConfig:
+    """Return the run that settings make, checked as a dry run is.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    config, flat, derived = _resolve(RunConfig, values)
+    full = _origins(flat, origins, derived)
+    rules.check(config, full)
+    return rules.map_to_cpu(config, full)[0]
+
+
+def _check_launch(invocation: Invocation, world_size: int) -> None:
+    """Refuse a rank or a number of processes that the launcher knows nothing of."""
+    given, rank = invocation.launched_world_size, invocation.rank
+    started = f"{world_size} process{'es were' if world_size > 1 else ' was'} started"
+    if given not in (None, world_size):
+        raise UserError(
+            f"--world-size ({given}), but {started}: a flag starts none; start {given} with "
+            "torchrun, srun or mpirun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for "
+            "each of them"
+        )
+    if rank is not None and rank >= world_size:
+        raise UserError(
+            f"--rank ({rank}), but {started}, numbered from 0: ranks come from the launcher's "
+            "environment; start the processes with torchrun, srun or mpirun, or set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
+        )
 
 
 def parse_tool(
@@ -223,25 +281,28 @@ def run_main(main: Callable[[], int | None], program: str) -> None:
     """Run an entry point and end the process: 2 for what the user can fix, 1 for other failures."""
     try:
         code = main() or 0
-    except UserError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        code = 2
     except BrokenPipeError:  # the reader of our output has seen enough, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
-        code = 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except (Exception, KeyboardInterrupt) as error:
+        code = _tell(describe(error), program)
     # Readers that leave the exit signal to the loop ignore what Python ends its children with:
     # after a failure it would wait for them for ever. That they are killed here is no failure, as
     # which torch's handler would report it.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in multiprocessing.active_children():
-        child.kill()
+    end_children()
     sys.exit(code)
+
+
+def _tell(failure: Failure, program: str) -> int:
+    """Print an error, unless another process of the run has done it; return the exit code."""
+    write_error_file(failure.message, failure.stack)
+    text = f"{program}: {failure.message}\n" if failure.is_plain else failure.stack
+    if failure.code == 2:
+        print_once(text)
+    else:
+        print(text, end="", file=sys.stderr, flush=True)
+    return failure.code
 
 
 def dump(run: ParsedRun[Any], path: str, program: str) -> None:
@@ -353,6 +414,18 @@ def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[
         return []
     del values["num_query_groups"]
     return [f"--num-query-groups {groups} (no --group-query-attention)"]
+
+
+def _take_stored(
+    values: dict[str, Any], origins: dict[str, Origin], reader: StoredConfig
+) -> list[str]:
+    """Add what a checkpoint stores, if it is asked for; return what there is to say of it."""
+    if not values.get("use_checkpoint_args"):
+        return []
+    stored = _stored(values, reader)
+    if stored is None:
+        return ["warning: --use-checkpoint-args: there is no checkpoint to take them from"]
+    return checkpoint_args.merge(values, origins, stored)
 
 
 def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any] | None:

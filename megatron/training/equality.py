@@ -7,7 +7,7 @@ it, and puts their shares together. `outcomes` compares.
 A comparison to 1e-10 is honest only where rounding stays rounding. Adam divides a gradient by its
 own size, so one that is nothing but rounding (that of a key's bias, which no softmax sees) becomes
 a step as large as any other: a run that is compared needs SGD, or an epsilon far above rounding,
-such as `ADAM_EPS`.
+such as `small_run.ADAM_EPS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,6 @@ from megatron.training.pretrain import Program
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers
 from megatron.training.worker_pool import Pool
-
-ADAM_EPS = 1e-3
-"""An epsilon that keeps rounding small: a gradient of 1e-17 moves a weight by 1e-14 of the rate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,11 @@ would wait for ever; the next job starts new ones.
 
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
@@ -48,7 +50,7 @@ class Pool:
             preload: modules that the workers shall have imported already, beside torch.
         """
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", __name__, *preload])
+        self._context.set_forkserver_preload([__name__, *preload])
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: TCPStore | None = None
         self._jobs = 0
@@ -107,6 +109,7 @@ class Pool:
         self._store = None
 
     def _grow(self, world: int) -> None:
+        _start_server()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < world:
@@ -117,6 +120,22 @@ class Pool:
             process.start()
             there.close()
             self._workers.append((process, here))
+
+
+def _start_server() -> None:
+    """Start the server that forks workers, unless it runs, so that it finds what is to be imported.
+
+    Until Python 3.12 it looks for modules on the path that an interpreter starts with, not on the
+    path of this process, and says nothing of those that it does not find.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _serve(rank: int, port: int, connection: Connection) -> None:
@@ -159,7 +178,11 @@ def _job(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        return body(rank, *arguments)
+        result = body(rank, *arguments)
+        if dist.is_initialized():  # else the body has left it, to make one of its own
+            # A rank that is done early must not hang up on one that is still connecting.
+            dist.barrier()
+        return result
     finally:
-        if dist.is_initialized():  # a body may have left it, to make one of its own
+        if dist.is_initialized():
             dist.destroy_process_group()

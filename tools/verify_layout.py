@@ -1,0 +1,234 @@
+"""Check that layouts train as one process does, on a small copy of your run, before a long job.
+
+    python tools/verify_layout.py FLAGS OF pretrain_gpt.py --layouts "tp2 sp pp2; cp2 dp2"
+    python tools/verify_layout.py FLAGS OF pretrain_gpt.py --all 8
+
+A small float64 model with every switch of yours is trained for three iterations on made-up samples,
+by one process and then on each layout by processes of this machine's CPU. One row per layout: the
+largest relative difference to the serial run, of the losses, of every gradient of the first
+iteration, of the gradient norms and of every weight in the end; below it what all ranks together
+move in one iteration along each axis, beside the closed form. Exit code 0: all are equal to 1e-10;
+1: one is not; 2: the command cannot be carried out.
+
+Layouts are words, separated by semicolons:
+
+{words}
+
+Flags of yours that make a layout are set aside, since the words say all of it.
+
+    --layouts TEXT    the layouts to check
+    --all N           every layout of 2 to N processes, those that the model does not fit left out
+    --timeout SECONDS of one layout (120)
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # run from a clone, without installing
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pretrain_gpt
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.utils import UserError, human_bytes
+from megatron.training import equality, layout_words, traffic
+from megatron.training.arguments import Settings, read_settings, run_main
+from megatron.training.config import RunConfig
+from megatron.training.layout_words import Layout, all_layouts, parse_layouts
+from megatron.training.outcomes import TOLERANCE, Outcome, Traffic, compare
+from megatron.training.pretrain import Program
+from megatron.training.small_run import ITERATIONS, VOCABULARY, SmallRun
+from megatron.training.worker_pool import Pool, RankFailed
+
+PROGRAM = "verify_layout"
+WORKERS_KNOW = ("pretrain_gpt", "megatron.training.equality")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code.
+
+    Raises:
+        UserError: something that the user can fix.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"--help", "-h"} & set(words):
+        say(help_text())
+        return 0
+    options, rest = read_options(words)
+    settings = read_settings(rest, PROGRAM)
+    for line in settings.lines:
+        say(line)
+    small, layouts = plan(settings, options)
+    if small.changes:
+        say(f"smaller than yours: {', '.join(small.changes)}")
+    say(
+        f"float64, dropout 0, vocabulary {VOCABULARY}, {ITERATIONS} iterations; largest relative "
+        "differences to one process:"
+    )
+    width = max(len(layout.text) for layout in layouts)
+    with Pool(preload=WORKERS_KNOW) as pool:
+        return Check(pool, small, options.timeout, width).run(
+            layouts, skips=options.all is not None
+        )
+
+
+def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the tool's own options, and the flags of the run.
+
+    Raises:
+        UserError: an option is wrong or missing.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--layouts")
+    parser.add_argument("--all", type=int)
+    parser.add_argument("--timeout", type=float, default=120.0)
+    try:
+        options, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; see --help") from None
+    if (options.layouts is None) == (options.all is None):
+        raise UserError('give either --layouts "tp2 pp2; cp2 dp2" or --all N; see --help')
+    if options.all is not None and options.all < 2:
+        raise UserError(f"--all ({options.all}) must be at least 2: layouts of 2 to N processes")
+    if not options.timeout > 0:
+        raise UserError(f"--timeout ({options.timeout:g}) must be above 0")
+    return options, rest
+
+
+def plan(settings: Settings, options: argparse.Namespace) -> tuple[SmallRun, list[Layout]]:
+    """Return the small run and the layouts to check it on.
+
+    Raises:
+        UserError: the flags make no run, or a named layout cannot hold it.
+    """
+    if options.all is not None:
+        small = SmallRun(settings.values)
+        return small, all_layouts(options.all, small.values["num_layers"])
+    layouts = parse_layouts(options.layouts, PROGRAM)
+    small = SmallRun(settings.values, max(one.size("pp") * one.size("vpp") for one in layouts))
+    for layout in layouts:
+        try:
+            small.on(layout)
+        except UserError as error:
+            raise UserError(f"layout {layout.text!r} of the small run: {error}") from None
+    return small, layouts
+
+
+class Check:
+    """Compares layouts of one small run with the serial one, and prints a row for each."""
+
+    def __init__(self, pool: Pool, small: SmallRun, timeout: float, width: int) -> None:
+        self.pool, self.small, self.timeout = pool, small, timeout
+        self.width = max(width, len("layout"))
+        self._serial: list[tuple[RunConfig, Outcome]] = []
+
+    def run(self, layouts: Sequence[Layout], *, skips: bool) -> int:
+        """Return the exit code after all layouts.
+
+        Args:
+            layouts: to check.
+            skips: leave out those that the run does not fit.
+        """
+        start, counts = time.monotonic(), {"equal": 0, "not equal": 0, "left out": 0}
+        head = f"{'loss':>8} {'gradients':>9} {'norm':>8} {'weights':>8}"
+        say(f"{'':>9} {'layout':<{self.width}} {'world':>5} {head}")
+        for number, layout in enumerate(layouts, 1):
+            place = f"[{number}/{len(layouts)}]"
+            row = f"{place:>9} {layout.text:<{self.width}} {layout.world_size:>5}"
+            try:
+                config = self.small.on(layout)
+            except UserError as error:
+                assert skips, layout
+                counts["left out"] += 1
+                say(f"{row} does not fit: {error}")
+                continue
+            counts["equal" if self._row(row, layout, config) else "not equal"] += 1
+        counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        say(f"{counted} to {TOLERANCE:g}, {time.monotonic() - start:.0f} s")
+        return 1 if counts["not equal"] else 0
+
+    def _row(self, row: str, layout: Layout, config: RunConfig) -> bool:
+        """Check one layout, print its row, return whether it is equal."""
+        reference = self._reference(self.small.reference(layout))
+        try:
+            outcome = equality.run(self.pool, case(config), self.timeout)
+        except (RankFailed, TimeoutError, AssertionError) as error:
+            say(f"{row} FAILED: {error}")
+            return False
+        apart = compare(outcome, reference)
+        numbers = f"{apart.loss:8.1e} {apart.gradients:9.1e} {apart.norm:8.1e} {apart.weights:8.1e}"
+        verdict = "equal" if apart.are_equal else f"DIFFERS, most in {apart.worst}"
+        if apart.ranks > TOLERANCE:
+            verdict += f"; ranks differ by {apart.ranks:.1e} in what they hold alike"
+        say(f"{row} {numbers}  {verdict}")
+        for line in traffic_lines(config, outcome.traffic):
+            say(f"{'':>9} {line}")
+        return apart.are_equal
+
+    def _reference(self, config: RunConfig) -> Outcome:
+        """Return the serial outcome; a run that was made before is not made again."""
+        for known, outcome in self._serial:
+            if known == config:
+                return outcome
+        outcome = equality.run(self.pool, case(config), self.timeout)
+        self._serial.append((config, outcome))
+        return outcome
+
+
+def case(config: RunConfig) -> equality.Case:
+    """Return what workers are to train."""
+    program = Program(
+        build_model=pretrain_gpt.build_model,
+        build_datasets=pretrain_gpt.build_datasets,
+        forward_step=pretrain_gpt.forward_step,
+    )
+    return equality.Case(config=config, program=program, vocabulary=VOCABULARY)
+
+
+def closed_form(config: RunConfig) -> list[Traffic]:
+    """Return what each rank should move in one iteration."""
+    parallel, world = config.parallel, config.process.world_size
+    tp = parallel.tensor_model_parallel_size
+    rows = resolve_vocabulary(config.tokenizer, VOCABULARY, tp).padded_rows
+    count = config.training.global_batch_size // config.samples_per_pass
+    grid, _ = parallel.grids(world)
+    costs = [traffic.expected(config, rows, count, grid.coordinates(rank)) for rank in range(world)]
+    return [{key: (cost.calls, cost.bytes) for key, cost in one.items()} for one in costs]
+
+
+def traffic_lines(config: RunConfig, counted: Sequence[Traffic]) -> list[str]:
+    """Return a line for each axis: bytes that all ranks moved, beside the closed form."""
+    expected = closed_form(config)
+    axes = dict.fromkeys(axis for one in (*counted, *expected) for axis, _ in one)
+    lines = []
+    for axis in axes:
+        moved, formula = (_bytes_along(axis, ranks) for ranks in (counted, expected))
+        equal = all(_of(axis, a) == _of(axis, b) for a, b in zip(counted, expected, strict=True))
+        beside = "as the closed form" if equal else f"closed form: {formula:,} bytes  DIFFERS"
+        lines.append(f"{axis:<10} {moved:>12,} bytes ({human_bytes(moved)})  {beside}")
+    return lines
+
+
+def _of(axis: str, counted: Traffic) -> Traffic:
+    return {key: value for key, value in counted.items() if key[0] == axis}
+
+
+def _bytes_along(axis: str, ranks: Sequence[Traffic]) -> int:
+    return sum(size for one in ranks for _, size in _of(axis, one).values())
+
+
+def help_text() -> str:
+    """Return the top of this file, with the words that layouts are made of."""
+    words = (layout_words.__doc__ or "").split("\n\n")[1]
+    return (__doc__ or "").format(words=words)
+
+
+def say(text: str) -> None:
+    """Print at once: somebody may watch."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, PROGRAM)
