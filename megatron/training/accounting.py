@@ -1,8 +1,8 @@
-"""What a run costs, computed from its configs: parameters, memory, operations.
+"""What a run costs, computed from its configs: parameters, their buffers, operations.
 
 Pure functions without torch. `stage_parameters` lists what a rank holds by name and shape, exactly
 as the model builds it; counts and bytes of weights, gradients and optimizer state follow from it
-to the byte. Activations are an estimate, see `activation_bytes`.
+to the byte.
 """
 
 import math
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
-from megatron.core.optimizer import memory
-from megatron.core.pipeline_parallel.stages import Stage, make_stages
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import layer_plan
+from megatron.training import accounting_mla
 from megatron.training.config import RunConfig
 
 BACKWARD_AND_FORWARD = 3
@@ -85,6 +85,8 @@ def stage_parameters(
             block = f"{prefix}.{sublayer.block_name}"
             if sublayer.kind == "mlp":
                 yield from _mlp(model, block, tp, parted)
+            elif sublayer.kind == "multi_latent_attention":
+                yield from _latent_attention(model, block, tp, parted)
             else:
                 yield from _attention(model, block, tp, parted)
     if stage.is_last:
@@ -126,6 +128,26 @@ def _attention(
             yield from (replace(gain, qk_norm=True), *shift)
 
 
+def _latent_attention(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    attention, hidden, kind = model.attention, model.hidden_size, "attention"
+    heads = attention.num_attention_heads // tp
+    if attention.softmax_type == "learnable":
+        yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
+    for matrix in accounting_mla.projections(model, tp):
+        summed = parted if matrix.is_whole else ()
+        yield ParameterShape(f"{name}.{matrix.name}.weight", matrix.shape, kind, summed)
+    if attention.qk_layernorm:
+        for which, rank in accounting_mla.latents(model).items():
+            gain, *shift = _norm(model, f"{name}.{which}", rank, parted, kind)
+            yield from (replace(gain, qk_norm=which == "q_layernorm"), *shift)
+    shape = (hidden, heads * model.mla.v_head_dim)
+    yield ParameterShape(f"{name}.linear_proj.weight", shape, kind)
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind, parted)
+
+
 def _mlp(
     model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
 ) -> Iterator[ParameterShape]:
@@ -163,28 +185,12 @@ def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int
     width = attention.num_attention_heads * attention.kv_channels
     key_value = 2 * attention.num_query_groups * attention.kv_channels
     projections = hidden * (width + key_value) + width * hidden
-    scores_and_values = 2 * width * seq_length / 2
+    mixer = projections + 2 * width * seq_length / 2
+    if model.mla.multi_latent_attention:
+        mixer = accounting_mla.multiply_adds(model, seq_length)
     mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
-    per_token = model.num_layers * (projections + scores_and_values + mlp) + hidden * padded_rows
+    per_token = model.num_layers * (mixer + mlp) + hidden * padded_rows
     return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes on one rank of a pipeline stage."""
-
-    stage: int
-    layers: range
-    parameters: int
-    fixed: dict[str, int]
-    """Weights, gradients, masters and optimizer states: exact."""
-    activations: int
-    """Of all microbatches that are alive at once: an estimate."""
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all of it."""
-        return sum(self.fixed.values()) + self.activations
 
 
 class BufferKey(NamedTuple):
@@ -216,101 +222,19 @@ def buffer_items(
 
 def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:
     """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
-    parallel, chunks = config.parallel, []
+    parallel, chunks, stages = config.parallel, [], config.stages
+    replicas = config.data_parallel_size * parallel.context_parallel_size
     for position in config.placement.positions(pp_rank):
         held = list(
             stage_parameters(
                 config.model,
                 padded_rows,
-                config.stages[position],
+                stages[position],
                 parallel.tensor_model_parallel_size,
                 sequence_parallel=parallel.sequence_parallel,
             )
         )
         items = buffer_items(held, decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm)
-        replicas = config.data_parallel_size * parallel.context_parallel_size
         size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
         chunks.append(plan_buffers(items, replicas, size))
     return chunks
-
-
-def stage_memory(config: RunConfig, padded_rows: int, micro_batch_size: int) -> list[StageMemory]:
-    """Return the memory of a rank of each pipeline stage."""
-    parallel = config.parallel
-    stages = make_stages(config.model.num_layers, parallel.pipeline_model_parallel_size)
-    result = []
-    for index, stage in enumerate(stages):
-        held = list(
-            stage_parameters(
-                config.model,
-                padded_rows,
-                stage,
-                parallel.tensor_model_parallel_size,
-                sequence_parallel=parallel.sequence_parallel,
-            )
-        )
-        replicas = config.data_parallel_size * parallel.context_parallel_size
-        plans = plan_buffers(buffer_items(held), replicas)
-        # Under one-forward-one-backward an early stage holds a microbatch for each one after it.
-        alive = len(stages) - index
-        result.append(
-            StageMemory(
-                index,
-                stage.layers,
-                sum(p.numel for p in held),
-                memory.predict(plans, config.optimizer, config.precision),
-                alive * activation_bytes(config, padded_rows, stage, micro_batch_size),
-            )
-        )
-    return result
-
-
-def activation_bytes(
-    config: RunConfig, padded_rows: int, stage: Stage, micro_batch_size: int
-) -> int:
-    """Estimate what one microbatch keeps on a rank of a stage for its backward pass.
-
-    Counted per layer are the inputs of the two norms, of the four matrix products, of the
-    activation function and of the attention op, dropout masks of a byte per element, and per head
-    and token one fp32 number: attention is taken to keep no matrix of probabilities (fused or
-    flash). The last stage adds logits and their fp32 softmax. After Korthikanti et al., 2022.
-    """
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    tokens = micro_batch_size * (config.data.seq_length // parallel.context_parallel_size)
-    size = memory.BYTES[config.precision.params_dtype]
-    share = tp if parallel.sequence_parallel else 1
-    hidden = model.hidden_size
-    attention = model.attention
-    heads = attention.num_attention_heads
-    width = heads * attention.kv_channels
-    key_value = 2 * max(attention.num_query_groups, tp) * attention.kv_channels
-    inner = model.mlp.ffn_hidden_size
-    wide = inner * (2 if model.mlp.is_gated else 1)
-    whole = 4 * hidden * size  # inputs of both norms, and their outputs into qkv and fc1
-    masks = 2 * hidden if model.hidden_dropout else 0
-    cut = (width + key_value + width + wide + inner) * size + 4 * heads
-    per_token = len(stage.layers) * ((whole + masks) / share + cut / tp)
-    if stage.is_first and model.hidden_dropout:
-        per_token += hidden / share  # the embedding's mask
-    if stage.is_last:
-        logits = padded_rows / tp * (size + memory.BYTES[config.precision.accumulation_dtype])
-        per_token += logits + 2 * hidden * size / share
-    return math.ceil(tokens * per_token)
-
-
-def largest_micro_batch(config: RunConfig, padded_rows: int, memory_bytes: float) -> int:
-    """Return the largest micro-batch that fits a rank of ``memory_bytes``, 0 if none does."""
-
-    def worst(size: int) -> int:
-        return max(stage.total for stage in stage_memory(config, padded_rows, size))
-
-    fixed, one = worst(0), worst(1)
-    if one > memory_bytes:
-        return 0
-    guess = max(1, int((memory_bytes - fixed) / max(1, one - fixed)))
-    while worst(guess) > memory_bytes:
-        guess -= 1
-    while worst(guess + 1) <= memory_bytes:
-        guess += 1
-    return guess

@@ -6,18 +6,22 @@ the tokenizer is loaded where its files exist, to tell the vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
-from megatron.core.pipeline_parallel.stages import make_stages
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes, human_count
-from megatron.training import accounting
+from megatron.training import accounting, pipeline_plan, traffic
 from megatron.training.arguments import ParsedRun
 from megatron.training.config import RunConfig
+from megatron.training.memory_plan import MemoryPlan
 
 GIB = 2**30
 GPT2_IDS = 50257
 CURVE_POINTS = 5
+MOST_STAGES = 16
+"""Stages whose layers are listed although all have equally many."""
 MOST_SIZES = 20
 """Steps of a batch-size ramp that are shown."""
 
@@ -35,14 +39,17 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
     """Return the whole plan."""
     config = run.config
     vocabulary = plan_vocabulary(config.tokenizer, config.parallel.tensor_model_parallel_size)
+    memory = "memory per rank" if config.placement.num_ranks == 1 else "memory by pipeline rank"
     sections = {
         "layout": _layout(config),
+        "pipeline": _pipeline(config),
         "parameters": _parameters(config, vocabulary),
         "batches": _batches(config),
         "data": _data(config),
         "learning rate": _learning_rate(config),
         "operations": _operations(config, vocabulary),
-        "memory per rank": _memory(config, vocabulary, run.invocation.dry_run_memory),
+        "communication": traffic.lines(config, vocabulary.padded_rows),
+        memory: _memory(config, vocabulary, run.invocation.dry_run_memory),
         "settings": run.lines(),
     }
     lines = [f"plan of {program} (nothing was started)"]
@@ -77,17 +84,81 @@ def _ids_of_files(config: TokenizerConfig) -> tuple[int, str]:
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
-    parallel, world = config.parallel, config.process.world_size
+    world = config.process.world_size
+    names = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+    sizes = config.parallel.grids(world)[0].sizes
+    factors = " x ".join(f"{name} {sizes[axis]}" for axis, name in names.items())
+    yield f"processes {world} = {factors}"
+    if world > 1:
+        yield f"ranks count up along {', then '.join(names[axis] for axis in sizes)}"
+        groups = [f"{name} {size}" for name, size in group_sizes(config).items() if size > 1]
+        yield f"ranks of a process group: {', '.join(groups)}"
+    counts = [len(stage.layers) for stage in config.stages]
+    each = " ".join(map(str, counts))
+    if len(counts) > MOST_STAGES and len(set(counts)) == 1:
+        each = f"{counts[0]} in each of {len(counts)}"
+    yield f"layers per stage: {each} = {sum(counts)}"
+
+
+def group_sizes(config: RunConfig) -> dict[str, int]:
+    """Return the ranks of a process group of each kind, by the name of its axis (`mesh.Mesh`)."""
+    world, context = config.process.world_size, config.context
+    dense, expert = (grid.sizes for grid in config.parallel.grids(world))
+    tp, cp, dp, pp = (dense[axis] for axis in ("tp", "cp", "dp", "pp"))
+    inner = 1
+    if cp > 1 and "a2a+p2p" in context.cp_comm_type:
+        inner = (context.hierarchical_context_parallel_sizes or (1,))[0]
+    return {
+        "tp": tp,
+        "kv_replica": tp // min(tp, config.model.attention.num_query_groups),
+        "cp": cp,
+        "cp_inner": inner,
+        "cp_outer": cp // inner if inner > 1 else 1,
+        "dp": dp,
+        "dp_cp": dp * cp,
+        "pp": pp,
+        "ends": min(pp, 2),
+        "etp": expert["etp"],
+        "ep": expert["ep"],
+        "edp": world // (expert["etp"] * expert["ep"] * pp),
+        "world": world,
+    }
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    placement, count = config.placement, pipeline_plan.microbatches(config)
+    if placement.num_ranks == 1:
+        return
+    schedule = config.pipeline.schedule(placement, count)
     yield (
-        f"processes {world} = tensor {parallel.tensor_model_parallel_size} x pipeline "
-        f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x "
-        f"data {config.data_parallel_size}"
+        f"schedule {schedule.name}: {placement.num_ranks} ranks x {placement.num_chunks} stages, "
+        f"{count} microbatches in {'the largest' if not config.batch_sizes.is_constant else 'an'} "
+        "iteration"
     )
-    counts = [
-        len(stage.layers)
-        for stage in make_stages(config.model.num_layers, parallel.pipeline_model_parallel_size)
-    ]
-    yield f"layers per stage: {' '.join(map(str, counts))} = {sum(counts)}"
+    if not config.training.skip_train:
+        text, value = pipeline_plan.closed_form(schedule)
+        bubble = pipeline_plan.bubble(config.pipeline, placement, count)
+        yield (
+            f"bubble {bubble:.2%} of the work by simulation, {value:.2%} by the closed form {text} "
+            "(stages taken as equal, transfers as free)"
+        )
+    alive = "" if config.training.skip_train else ", and the most microbatches alive at once"
+    yield f"by rank, its stages with their layers (E embedding, L head){alive}:"
+    stages = config.stages
+    moments = pipeline_plan.alive(config.pipeline, placement, count)
+    for rank, found in enumerate(moments):
+        mine = placement.positions(rank)
+        held = " | ".join(f"{position}: {_content(stages[position])}" for position in mine)
+        most = f"; {max(moment.microbatches for moment in found):g} alive" if alive else ""
+        yield f"  {rank:>2}   {held}{most}"
+
+
+def _content(stage: Stage) -> str:
+    """Return what a stage owns: its layers and ends."""
+    layers = stage.layers
+    words = ["E"] * stage.is_first
+    words += [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])] if layers else []
+    return " ".join([*words, *["L"] * stage.is_last]) or "none"
 
 
 def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
@@ -176,22 +247,26 @@ def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[st
 
 
 def _memory(config: RunConfig, vocabulary: PlannedVocabulary, gib: float) -> Iterator[str]:
-    micro = config.training.micro_batch_size
-    stages = accounting.stage_memory(config, vocabulary.padded_rows, micro)
-    for stage in stages:
-        parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in stage.fixed.items() if n)
-        name = f"stage {stage.stage}: " if len(stages) > 1 else ""
+    plan = MemoryPlan(config, vocabulary.padded_rows)
+    ranks = plan.ranks()
+    for held, numbers in groupby(range(len(ranks)), ranks.__getitem__):
+        first, *others = numbers
+        parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in held.fixed.items() if n)
+        name = f"rank {first}: " if len(ranks) > 1 else ""
+        if others:
+            name = f"ranks {first}-{others[-1]}: "
         yield (
-            f"{name}{human_bytes(stage.total)} = {parts}, activations about "
-            f"{human_bytes(stage.activations)} ({stage.parameters:,} parameters)"
+            f"{name}{human_bytes(held.total)} = {parts}, activations about "
+            f"{human_bytes(held.activations)} ({held.parameters:,} parameters)"
         )
-    largest = accounting.largest_micro_batch(config, vocabulary.padded_rows, gib * GIB)
+    if config.training.skip_train:
+        return
+    largest = plan.largest_micro_batch(gib * GIB)
     if not largest:
         yield f"no micro-batch fits {gib:g} GiB (--dry-run-memory)"
         return
-    share = config.batch_sizes.final // config.data_parallel_size
-    dividing = max(n for n in range(1, min(largest, share) + 1) if share % n == 0)
+    dividing = plan.largest_divisor(gib * GIB)
     yield (
-        f"largest micro-batch that fits {gib:g} GiB (--dry-run-memory): about {largest}, "
-        f"{dividing} of those that divide the global batch"
+        f"largest micro-batch that fits {gib:g} GiB (--dry-run-memory): about {largest} with as "
+        f"many microbatches as now, {dividing or 'none'} of those that divide the global batch"
     )

@@ -1,21 +1,18 @@
-"""Parameters, memory and operations of a run, against models that are known or built."""
+"""Parameters, buffers and operations of a run, against models that are known or built."""
 
 import pytest
 import torch
 
-from megatron.core import rng
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.layout import plan_buffers
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import groups
-from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.pipeline_parallel.stages import Stage, make_stages
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training import accounting
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.plan_report import report
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -96,28 +93,6 @@ def test_a_tied_head_is_repeated_on_the_last_stage() -> None:
     assert "output_layer.weight" in names
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "--bf16",
-        "--fp64",
-        "--optimizer sgd",
-        "--optimizer sgd --sgd-momentum 0",
-        "--qk-layernorm --bf16",
-    ],
-)
-def test_fixed_memory_is_the_optimizers_to_the_byte(text: str) -> None:
-    run = config(text)
-    mesh = Mesh.serial()
-    dtype = getattr(torch, run.precision.params_dtype)
-    model = GPTModel(run.model, mesh, vocab_size=100, padded_vocab_size=128, dtype=dtype)
-    rng.initialize(model, 1)
-    optimizer = build_optimizer(run.optimizer, [model], mesh, run.precision)
-    (planned,) = accounting.stage_memory(run, 128, 2)
-    assert planned.fixed == optimizer.memory()
-
-
 def test_operations_by_hand() -> None:
     model = TransformerConfig.resolve(
         num_layers=2, hidden_size=4, num_attention_heads=2, ffn_hidden_size=16
@@ -138,83 +113,6 @@ def test_operations_are_megatrons_formula() -> None:
     mlp = 12 * layers * hidden * inner * 3 / 2
     expected = seq * (attention + mlp + 6 * hidden * rows)
     assert accounting.flops_per_sample(model, seq, rows) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("text", ["", "--dry-run-world-size 4 --pipeline-model-parallel-size 2"])
-def test_the_largest_micro_batch_just_fits(text: str) -> None:
-    run = config(text)
-    memory = 50e6
-    largest = accounting.largest_micro_batch(run, 128, memory)
-
-    def need(size: int) -> int:
-        return max(stage.total for stage in accounting.stage_memory(run, 128, size))
-
-    assert largest > 1 and need(largest) <= memory < need(largest + 1)
-    assert accounting.largest_micro_batch(run, 128, 1000) == 0
-
-
-def test_activations_grow_with_what_they_hold_and_shrink_with_what_splits_them() -> None:
-    def activations(text: str) -> int:
-        return accounting.stage_memory(config(text), 128, 2)[0].activations
-
-    base = activations("")
-    assert activations("--seq-length 64") == 2 * base
-    assert activations("--bf16") < base
-    assert activations("--hidden-dropout 0") < base
-    two = "--dry-run-world-size 2"
-    tensor = activations(f"{two} --tensor-model-parallel-size 2")
-    assert base / 2 < tensor < base
-    assert activations(f"{two} --tensor-model-parallel-size 2 --sequence-parallel") < tensor
-    assert activations(f"{two} --context-parallel-size 2") == base / 2
-
-
-def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
-    run = parse(
-        f"{SMALL} --dry-run --dry-run-world-size 8 --pipeline-model-parallel-size 2 "
-        "--global-batch-size 32 --lr-decay-style cosine --data-impl mmap "
-        "--tokenizer-type NullTokenizer".split()
-    )
-    text = report(run, "pretrain_gpt")
-    for part in (
-        "layers per stage: 2 1 = 3",
-        "data 4",
-        "micro-batch 2 x 4 replicas x 4 microbatches = global batch 32",
-        "10 iterations = 320 samples = 10.24K tokens",
-        "vocabulary 101 rows, padded to 128",
-        "FLOPs per iteration",
-        "stage 1:",
-        "largest micro-batch",
-        "--data-impl mmap",
-        "epochs  mock data",
-    ):
-        assert part in text, text
-    assert text.count("weight decay") == 5
-
-
-def test_the_plan_without_data_or_tokenizer_says_so() -> None:
-    words = SMALL.replace("--mock-data", "--data-path nowhere").replace("--vocab-size 100", "")
-    text = report(parse(f"{words} --dry-run".split()), "pretrain_gpt")
-    assert "absent tokens/epoch         ? epochs  nowhere" in text
-    assert "vocabulary 50,257 rows" in text and "as a guess" in text
-    none = report(parse(f"{words} --dry-run".replace("--data-path nowhere", "").split()), "p")
-    assert "none named" in none
-
-
-def test_the_embeddings_dropout_mask_counts_a_byte_per_element() -> None:
-    first, last = make_stages(4, 2)
-    with_it, without = (
-        config(f"--num-layers 4 --dry-run-world-size 2 --pipeline-model-parallel-size 2 {more}")
-        for more in ("", "--hidden-dropout 0")
-    )
-
-    def masks(stage: Stage) -> int:
-        return accounting.activation_bytes(with_it, 128, stage, 2) - accounting.activation_bytes(
-            without, 128, stage, 2
-        )
-
-    tokens, layers, hidden = 2 * 32, 2, 64
-    assert masks(first) == tokens * hidden * (2 * layers + 1)
-    assert masks(last) == tokens * hidden * 2 * layers
 
 
 @pytest.mark.parametrize("text", [*CHOICES, "--qk-layernorm --untie-embeddings-and-output-weights"])

@@ -1,4 +1,4 @@
-"""The data section of a dry run: what each split will read, before any index is built."""
+"""The text of a dry run: what its sections say, and that a large world is planned quickly."""
 
 from pathlib import Path
 

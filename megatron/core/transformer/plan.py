@@ -4,6 +4,7 @@ The pipeline cuts this list, the model builds from it, and a dry run counts it; 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from megatron.core.transformer.config import TransformerConfig
@@ -29,7 +30,8 @@ class LayerPlan:
     sublayers: tuple[SublayerPlan, ...]
 
 
-def layer_plan(config: TransformerConfig) -> list[LayerPlan]:
+@lru_cache(maxsize=8)
+def layer_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
     """Return the whole stack, first layer first."""
     latent = config.mla.multi_latent_attention
     mixer: BlockKind = "multi_latent_attention" if latent else "self_attention"
@@ -37,4 +39,4 @@ def layer_plan(config: TransformerConfig) -> list[LayerPlan]:
         SublayerPlan(mixer, "input_layernorm", "self_attention"),
         SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"),
     )
-    return [LayerPlan(number, decoder) for number in range(config.num_layers)]
+    return tuple(LayerPlan(number, decoder) for number in range(config.num_layers))

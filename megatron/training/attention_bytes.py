@@ -1,0 +1,196 @@
+"""What attention keeps of a microbatch until its backward, in bytes; plain arithmetic.
+
+Which implementation runs decides. On the CPU, and for what fused ops cannot do, it is the tiled one
+(`kernels.blocked`), which keeps copies in the dtype of sums, and all probabilities or none. Over a
+sequence that is cut over ranks a ring or an all-gather keeps this rank's queries, keys and values,
+and as many probabilities as there is room for (`kernels.ring_block`); an all-to-all keeps what the
+attention within it does. A plan is for a GPU, unless it says ``--device cpu``; there torch's fused
+attention is meant, since nobody knows here whether flash-attn is installed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megatron.core.optimizer.memory import BYTES
+from megatron.training.config import RunConfig
+
+TILE = 64
+"""Queries of a tile, at most."""
+RING_SCORES = 2**22
+"""Scores that a ring holds at once, about."""
+PROBABILITIES = 2**25
+"""Probabilities of one call that are kept, at most."""
+
+Kernel = Literal["blocked", "fused", "reference", "ring"]
+Piece = tuple[str, int]
+"""A piece of memory: its name, by which it counts once, and its bytes."""
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of a tensor-parallel rank."""
+
+    heads: int
+    groups: int
+    channels: int
+    """Of a query or key head."""
+    values: int
+    """Of a value head."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer's attention on one rank."""
+
+    kernel: Kernel
+    samples: int
+    sequence: int
+    """Positions of a whole sample: the keys."""
+    heads: Heads
+    cp: int = 1
+    """Ranks of a ring, which share the positions."""
+    left: int = -1
+    """Keys before its own that a query sees; -1 is no limit."""
+    softcap: bool = False
+    dropout: bool = False
+    packed: bool = False
+    biased: bool = False
+    """ALiBi adds to the scores."""
+
+    @property
+    def queries(self) -> int:
+        """Queries of all heads."""
+        return self.samples * self.sequence // self.cp * self.heads.heads
+
+    @property
+    def keys(self) -> int:
+        """Keys of all groups that are kept."""
+        return self.samples * self.sequence // self.cp * self.heads.groups
+
+
+def saved(
+    config: RunConfig, layer: int, samples: int, heads: Heads, given: Sequence[Piece]
+) -> Iterator[Piece]:
+    """Yield what the op keeps, without its output where that is the next projection's input.
+
+    Args:
+        config: the run.
+        layer: its number, from 0.
+        samples: of the microbatch.
+        heads: that go in.
+        given: what queries, keys and values lie in.
+    """
+    size, main = BYTES[config.precision.params_dtype], BYTES[config.precision.accumulation_dtype]
+    call, is_exchanged = _call(config, layer, samples, heads)
+    q, k = call.queries * heads.channels, call.keys * heads.channels
+    v, out = call.keys * heads.values, call.queries * heads.values
+    if is_exchanged:
+        given = [("exchanged", (q + k + v) * size)] * 3
+        if call.kernel in ("ring", "fused"):
+            yield "output before its exchange", out * size
+    # Where elements need not be converted, views are kept as they come.
+    if call.kernel == "fused":
+        yield from given
+    elif call.kernel == "ring":
+        yield "copies", (q + k + v) * size
+    elif call.kernel == "blocked":
+        yield from given[1:] if size == main else ()
+        yield "copies", (q if size == main else q + k + v) * main
+    else:  # keys and values are repeated for every head
+        yield from given[:1] if size == main else ()
+        yield "copies", (q + out if size == main else 2 * q + out) * main
+    if call.kernel in ("ring", "fused"):
+        yield "sums of exponentials", call.queries * main
+    yield "scores", _scores(call, size, main)
+
+
+def _call(config: RunConfig, layer: int, samples: int, heads: Heads) -> tuple[Call, bool]:
+    """Return the attention of a layer, and whether an all-to-all brings its heads together."""
+    model, cp = config.model, config.parallel.context_parallel_size
+    attention, window = model.attention, model.attention.layer_window(layer)
+    alibi = model.position.position_embedding_type == "alibi"
+    packed = config.data.reset_attention_mask
+    call = Call(
+        kernel=_kernel(config, window is not None and not (alibi or packed)),
+        samples=samples,
+        sequence=config.data.seq_length,
+        heads=heads,
+        left=window[0] if window else -1,
+        softcap=attention.attention_softcap is not None,
+        dropout=attention.attention_dropout > 0,
+        packed=packed,
+        biased=alibi,
+    )
+    if cp == 1:
+        return call, False
+    kind = config.context.kinds(model.num_layers)[layer]
+    inner, outer = 1, cp
+    if kind == "a2a":
+        inner, outer = cp, 1
+    elif kind == "a2a+p2p":
+        inner, outer = config.context.hierarchical_context_parallel_sizes or (1, cp)
+    groups = math.lcm(heads.groups, inner) // inner
+    heads = heads._replace(heads=heads.heads // inner, groups=groups)
+    call = replace(call, heads=heads, cp=outer)
+    return (replace(call, kernel="ring") if outer > 1 else call), inner > 1
+
+
+def _kernel(config: RunConfig, only_window: bool) -> Kernel:
+    """Return what attends to whole samples."""
+    attention, backend = config.model.attention, config.model.attention_backend
+    if backend in ("unfused", "local"):
+        return "reference"
+    if config.process.device == "cpu" or only_window:
+        return "blocked"
+    special = attention.softmax_type != "vanilla" or attention.attention_softcap is not None
+    return "blocked" if special else "fused"
+
+
+def _scores(call: Call, size: int, main: int) -> int:
+    """Return what is of the size of a matrix of scores."""
+    square, heads = call.sequence * call.sequence, call.heads.heads
+    if call.kernel == "fused":  # a mask, where the op has no words for what is hidden or added
+        samples = call.samples if call.packed else 1
+        is_masked = call.packed or call.biased
+        return samples * (heads if call.biased else 1) * square * size if is_masked else 0
+    if call.kernel == "reference":  # also a mask of a byte
+        matrices = 2 + call.dropout + call.softcap
+        hidden = square * (call.samples if call.packed else 1)
+        return matrices * call.samples * heads * square * main + hidden
+    pairs, rows = _tiles(call)
+    if call.kernel == "ring":
+        kept = 0 if call.softcap else min(pairs, PROBABILITIES)
+        return round((kept + rows * kept / pairs) * main)
+    # Documents make for fewer pairs, but nobody knows how many.
+    kept = pairs if pairs <= PROBABILITIES or call.packed else 0
+    kept = 0 if call.softcap else min(kept, PROBABILITIES)
+    return (kept + (pairs if call.dropout else 0)) * main
+
+
+@lru_cache(maxsize=1024)
+def _tiles(call: Call) -> tuple[int, int]:
+    """Return the scores in the tiles of a call, and their rows."""
+    pairs = rows = 0
+    for first, tile, run in _queries(call):
+        low = max(0, first - call.left) if call.left >= 0 else 0
+        pairs += tile * (first + tile - low)
+        # In a ring every run of keys is a block with tiles of its own.
+        blocks = (first + tile - 1) // run - low // run + 1 if call.kernel == "ring" else 1
+        rows += tile * blocks
+    return pairs * call.samples * call.heads.heads, rows * call.samples * call.heads.heads
+
+
+def _queries(call: Call) -> Iterator[tuple[int, int, int]]:
+    """Yield (first query, queries, positions in a run) of each tile."""
+    if call.kernel != "ring":
+        starts, run, most = [0], call.sequence, TILE
+    else:
+        run = call.sequence // (2 * call.cp)
+        # Of the last rank, whose window is cut short nowhere; without one all see equally much.
+        starts = [(call.cp - 1) * run, call.cp * run]
+        most = min(TILE, max(RING_SCORES // (call.samples * call.heads.heads * run), 8))
+    for start in starts:
+        for first in range(start, start + run, most):
+            yield first, min(most, start + run - first), run

@@ -1,0 +1,111 @@
+"""What a schedule costs, known before a run: microbatches alive at once, and time spent waiting.
+
+A rank does its actions one after the other, so what is alive on it follows from its list alone. How
+long it waits needs the simulator, which is too slow for an iteration of many microbatches; but a
+steady state adds work and no waiting, so that a short iteration tells the waiting of a long one.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.config import PipelineConfig
+from megatron.core.pipeline_parallel.placement import Placement
+from megatron.core.pipeline_parallel.schedules import Action, Schedule
+from megatron.core.pipeline_parallel.simulator import Costs, simulate
+from megatron.training.config import RunConfig
+
+COSTS = Costs()
+"""A forward and each half of a backward take equally long, and messages no time."""
+
+
+class Alive(NamedTuple):
+    """How many microbatches a rank holds at one moment."""
+
+    kept: tuple[int, ...]
+    """By chunk: forward has begun, and backward is not done."""
+    postponed: tuple[int, ...]
+    """By chunk: of the backward, only the weights' gradients are left."""
+
+    @property
+    def microbatches(self) -> float:
+        """Return all of them, where one in a single chunk of v counts 1/v."""
+        return (sum(self.kept) + sum(self.postponed)) / len(self.kept)
+
+
+def microbatches(config: RunConfig) -> int:
+    """Return the microbatches of the largest iteration on one replica."""
+    return max(1, max(config.batch_sizes.sizes) // config.samples_per_pass)
+
+
+@lru_cache(maxsize=64)
+def alive(pipeline: PipelineConfig, placement: Placement, count: int) -> Sequence[set[Alive]]:
+    """Return, by rank, the moments of an iteration of ``count`` microbatches that may be fullest.
+
+    Which of them is depends on what each chunk keeps; the others hold no more of anything.
+    """
+    schedule = pipeline.schedule(placement, _enough(pipeline, placement, count))
+    return tuple(_peaks(actions, placement.num_chunks) for actions in schedule.actions)
+
+
+def _peaks(actions: Sequence[Action], num_chunks: int) -> set[Alive]:
+    """Return what is alive after each action that adds something, unless more is added next."""
+    kept, postponed = [0] * num_chunks, [0] * num_chunks
+    found = set()
+    for place, action in enumerate(actions):
+        if action.kind == "forward":
+            kept[action.chunk] += 1
+        elif action.kind == "backward_weight":
+            postponed[action.chunk] -= 1
+        else:
+            kept[action.chunk] -= 1
+            postponed[action.chunk] += action.kind == "backward_input"
+        adds = action.kind in ("forward", "backward_input")
+        last = place + 1 == len(actions)
+        if adds and (last or actions[place + 1].kind != "forward"):
+            found.add(Alive(tuple(kept), tuple(postponed)))
+    return found
+
+
+@lru_cache(maxsize=64)
+def bubble(pipeline: PipelineConfig, placement: Placement, count: int) -> float:
+    """Return `Timeline.bubble` of an iteration of ``count`` microbatches under `COSTS`."""
+    if placement.num_ranks == 1:
+        return 0.0
+    short = _enough(pipeline, placement, count)
+    timeline = simulate(pipeline.schedule(placement, short), COSTS)
+    work = COSTS.forward + COSTS.backward_input + COSTS.backward_weight
+    return (timeline.makespan - short * work) / (count * work)
+
+
+def _enough(pipeline: PipelineConfig, placement: Placement, count: int) -> int:
+    """Return as many microbatches as there need be to see all that ``count`` have to show.
+
+    A steady state repeats itself with every group of an interleaved schedule, and with every
+    microbatch of another; GPipe has none, since its forwards come first.
+    """
+    if pipeline.pipeline_schedule == "gpipe":
+        return count
+    group = pipeline.microbatch_group_size_per_vp_stage or placement.num_ranks
+    period = group if placement.num_chunks > 1 else 1
+    enough = 2 * (placement.num_ranks + period)
+    return count if count <= enough else enough + (count - enough) % period
+
+
+CLOSED_FORMS: Mapping[str, tuple[str, float]] = {
+    "gpipe": ("(p-1)/m", 1.0),
+    "1f1b": ("(p-1)/m", 1.0),
+    "interleaved": ("(p-1)/(v m)", 1.0),
+    "zb-h1": ("(p-1)/(3m)", 1 / 3),
+    "zb-v": ("(p-1)/(6m)", 1 / 6),
+}
+"""Bubble of a schedule under `COSTS`, for m microbatches (a whole number of groups, and enough of
+them) on p ranks of v chunks: how it is written, and its factor."""
+
+
+def closed_form(schedule: Schedule) -> tuple[str, float]:
+    """Return the formula of a schedule's bubble, and its value."""
+    text, factor = CLOSED_FORMS[schedule.name]
+    placement = schedule.placement
+    chunks = placement.num_chunks if schedule.name == "interleaved" else 1
+    return text, factor * (placement.num_ranks - 1) / (chunks * schedule.num_microbatches)
