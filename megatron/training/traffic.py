@@ -78,7 +78,7 @@ def expected(
     embedding aside (through `comm`; torch's own fused operators, which move as much, it cannot
     count).
 
-    Left out is what does not belong to every iteration: timers across ranks at --log-interval,
+    Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
     checkpoints, evaluation.
 
     Args:
