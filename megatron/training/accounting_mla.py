@@ -1,4 +1,4 @@
-"""What multi-latent attention costs: its parameters, operations, and what it keeps and exchanges.
+"""What multi-latent attention costs: its parameters and operations.
 
 Pure functions of the architecture, without torch, in the terms of `core.transformer.mla`.
 """
@@ -53,25 +53,3 @@ def multiply_adds(model: TransformerConfig, seq_length: int) -> float:
     scores_and_values = heads * (sizes.query_size + sizes.v_head_dim) * seq_length / 2
     output = heads * sizes.v_head_dim * model.hidden_size
     return matrices + sum(latents(model).values()) + scores_and_values + output
-
-
-class Kept(NamedTuple):
-    """Elements per token that a layer's attention keeps for its backward pass."""
-
-    shared: int
-    """Of latents: each rank keeps those of its positions."""
-    by_heads: int
-    """Of queries, keys, values and outputs of all heads."""
-
-
-def kept(model: TransformerConfig) -> Kept:
-    """Return what is kept beside the attention's input.
-
-    Values lie beside the keys' channels without position, which the rotary ones are joined to in
-    another tensor: both count.
-    """
-    sizes, heads = model.mla, model.attention.num_attention_heads
-    normed = sum(latents(model).values()) if model.attention.qk_layernorm else 0
-    rank = sizes.q_lora_rank or 0
-    per_head = 2 * sizes.query_size + sizes.qk_head_dim + 2 * sizes.v_head_dim
-    return Kept(rank + sizes.down_size + normed, heads * per_head)
