@@ -23,6 +23,18 @@ VARIANTS = {
         "qk_layernorm": True,
     },
     "yarn": {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0},
+    "latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 10,
+        "qk_layernorm": True,
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "position_embedding_type": "none",
+    },
     "alibi": {"position_embedding_type": "alibi"},
     "none": {"position_embedding_type": "none"},
     "grouped_window_sink": {
