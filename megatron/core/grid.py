@@ -132,13 +132,20 @@ class ParallelConfig(Config):
         if self.use_tp_pp_dp_mapping:
             dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
             expert = {"etp": etp, "ep": ep, "pp": pp, "edp": edp}
+            if tp * cp % (etp * ep) == 0:
+                # Experts have more replicas than the dense layers: some of them stand where the
+                # dense grid has its tensor and context axes, before the stages.
+                inner = tp * cp // (etp * ep)
+                expert = {"etp": etp, "ep": ep, "edp_inner": inner, "pp": pp, "edp": dp}
         else:
             dense = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
             expert = {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
         grids = Grid(dense), Grid(expert)
         if grids[0].groups("pp") != grids[1].groups("pp"):
             raise UserError(
-                f"with --use-tp-pp-dp-mapping, tensor x context ({tp * cp}) must "
-                f"equal expert tensor x expert ({etp * ep}) ranks, or the pipelines would differ"
+                f"--use-tp-pp-dp-mapping: --tensor-model-parallel-size ({tp}) x "
+                f"--context-parallel-size ({cp}) must be a multiple of "
+                f"--expert-tensor-parallel-size ({etp}) x --expert-model-parallel-size ({ep}), or "
+                "the pipelines would differ; leave out --use-tp-pp-dp-mapping"
             )
         return grids

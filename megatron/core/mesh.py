@@ -4,9 +4,10 @@ A `Mesh` is passed to whatever communicates. Axes of size 1 have no group, and e
 no-op on them, so the serial model is the parallel model on `Mesh.serial`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,43 @@ DENSE_AXES = {
     "pp": ("pp",),
     "dp_cp": ("dp", "cp"),
 }
-EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp",)}
+EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp_inner", "edp")}
 # Parts of an axis: neighbouring coordinates (near) or one run of neighbours apart (far).
 PART_AXES = ("kv_replica", "cp_inner", "cp_outer", "ends")
 
 
 Overlap = Literal["ring", "symmetric"]
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What the process groups of a mesh are made with."""
+
+    timeout: timedelta | None = None
+    """How long a collective waits for an answer; None for torch's own limit."""
+    nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By axis, fields of NCCL's configuration and ``is_high_priority_stream``; for NCCL alone."""
+
+    def arguments(self, axis: str) -> dict[str, Any]:
+        """Return what `dist.new_group` takes for the groups of an axis."""
+        # Without a limit of its own a group gets torch's default, not that of the world.
+        given: dict[str, Any] = {"timeout": self.timeout, "group_desc": axis}
+        settings = self.nccl.get(axis)
+        if settings:
+            given["pg_options"] = _nccl_options(settings, self.timeout)
+        return given
+
+
+def _nccl_options(settings: Mapping[str, Any], timeout: timedelta | None) -> Any:
+    fields = dict(settings)
+    options = dist.ProcessGroupNCCL.Options(
+        is_high_priority_stream=fields.pop("is_high_priority_stream", False)
+    )
+    for name, value in fields.items():
+        setattr(options.config, name, value)
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where the two differ
+    return options
 
 
 @dataclass(frozen=True)
@@ -98,6 +130,12 @@ class Mesh:
         parts = [f"{axis.name}{axis.coordinate}" for axis in shown if axis.size > 1]
         return f"[{' '.join(parts)}]" if parts else f"[rank {self.rank}]"
 
+    def limit_waiting(self, timeout: timedelta) -> None:
+        """Let every collective from now on wait for an answer no longer than ``timeout``."""
+        for axis in self.axes.values():
+            if axis.group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
+
     @classmethod
     def serial(cls, device: str | torch.device = "cpu") -> "Mesh":
         """Return the mesh of one process: every axis has size 1 and no group."""
@@ -112,6 +150,7 @@ class Mesh:
         *,
         num_query_groups: int | None = None,
         cp_inner_size: int = 1,
+        options: GroupOptions = GroupOptions(),
     ) -> "Mesh":
         """Make every process group of this run; a collective of the whole world.
 
@@ -124,6 +163,7 @@ class Mesh:
             device: of this rank.
             num_query_groups: of the model: fewer than tensor-parallel ranks are shared by some.
             cp_inner_size: neighbours along ``cp`` that an all-to-all joins, in a two-level scheme.
+            options: time limits and NCCL's settings.
         """
         if not dist.is_initialized():
             config.grids(1)  # refuses a layout of several ranks
@@ -133,7 +173,7 @@ class Mesh:
         axes = {}
         for grid, joint in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
             for name, members in joint.items():
-                axes[name] = bind(name, grid.groups(*members), rank)
+                axes[name] = bind(name, grid.groups(*members), rank, options)
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         sharers = tp // min(tp, num_query_groups or tp)
         for name, groups in (
@@ -142,7 +182,7 @@ class Mesh:
             ("cp_outer", far(dense.groups("cp"), cp_inner_size if cp_inner_size > 1 else cp)),
             ("ends", ends(dense.groups("pp"))),
         ):
-            axes[name] = bind(name, groups, rank)
+            axes[name] = bind(name, groups, rank, options)
         if config.tp_comm_overlap and config.sequence_parallel and tp > 1:
             axes["tp"] = replace(axes["tp"], overlap=choose_overlap(axes["tp"], device))
         everyone = tuple(range(world_size))
@@ -151,7 +191,12 @@ class Mesh:
         return cls(axes, rank, device)
 
 
-def bind(name: str, groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
+def bind(
+    name: str,
+    groups: Sequence[tuple[int, ...]],
+    rank: int,
+    options: GroupOptions = GroupOptions(),
+) -> Axis:
     """Make the process groups of one axis, and return it as ``rank`` sees it.
 
     A collective of the whole world: every rank must bind the same axes in the same order, each with
@@ -162,12 +207,13 @@ def bind(name: str, groups: Sequence[tuple[int, ...]], rank: int) -> Axis:
         groups: the global ranks of each group, in coordinate order; they part the world. Groups
             of one rank need no process group.
         rank: this process's.
+        options: what the groups are made with.
     """
     mine = next(ranks for ranks in groups if rank in ranks)
     group = None
     for ranks in groups:
         if len(ranks) > 1:
-            made = dist.new_group(list(ranks))
+            made = dist.new_group(list(ranks), **options.arguments(name))
             if ranks == mine:
                 group = made
     return Axis(name, mine, mine.index(rank), group)

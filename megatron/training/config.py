@@ -25,6 +25,7 @@ from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 from megatron.training.batch_size import BatchSizes, parse_steps, ramp, round_down, steps_in_samples
+from megatron.training.process_config import ProcessConfig
 
 LARGEST_SEED = 2**32 - 1
 """What every random generator takes, numpy's too."""
@@ -367,25 +368,6 @@ class ProfilingConfig(Config):
                 f"--profile-step-end ({self.profile_step_end}) must be after "
                 f"--profile-step-start ({self.profile_step_start})"
             )
-
-
-class ProcessConfig(Config):
-    """Devices, processes and their connections."""
-
-    device: Literal["auto", "cpu", "cuda"] = option("auto")
-    """Where to compute; ``auto`` is CUDA where there is a device, else the CPU."""
-
-    distributed_backend: Literal["auto", "nccl", "gloo"] = option("auto")
-    """Library for collectives; ``auto`` is NCCL on CUDA and gloo on the CPU."""
-
-    distributed_timeout_minutes: int = option(10)
-    """Minutes after which a collective that nobody answers is an error."""
-
-    world_size: int = option(1, flag="--dry-run-world-size")
-    """Processes that a dry run plans for; a run takes this from its launcher."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "world_size", "distributed_timeout_minutes")
 
 
 class RunConfig(Config):

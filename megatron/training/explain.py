@@ -21,6 +21,9 @@ from megatron.training.verdicts import judge
 Kind = Literal["same", "renamed", "no effect", "refused", "unknown", "malformed", "open", "empty"]
 
 NAME = re.compile(r"\$\{?([A-Za-z_]\w*|[0-9@*#]+)")
+FROM_LAUNCHERS = ("local_rank", "rank", "launched_world_size")
+"""Fields that a launcher's variables fill, and that no plan hangs on."""
+
 IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -157,7 +160,7 @@ def _finding(flag: str, values: list[str], vocabulary: Vocabulary) -> Iterator[F
         rest.insert(0, values.pop())  # a variable with further flags, after the flag's own value
     words = (flag, *values)
     hanging = [value for value in values if is_open(value)]
-    if hanging and isinstance(target, Spec) and target.name == "local_rank":
+    if hanging and isinstance(target, Spec) and target.name in FROM_LAUNCHERS:
         yield Finding(words, "no effect", "ranks come from the launcher's environment")
         return
     if hanging and _needs_value(target, vocabulary):

@@ -2,7 +2,9 @@
 
 from megatron.core.config import specs
 from megatron.training.config import RunConfig
-from megatron.training.rules import Origins, flag
+from megatron.training.group_settings import without_group
+from megatron.training.layout_rules import Origins
+from megatron.training.wording import flag
 
 
 def without_effect(config: RunConfig, origins: Origins) -> list[str]:
@@ -19,8 +21,6 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
         for name in ("save_interval", "save_retain_interval", "save_keep_last"):
             if name in given:
                 notes.append(f"{flag(name)} (no --save)")
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        notes.append("--sequence-parallel (--tensor-model-parallel-size is 1)")
     if "manual_gc_interval" in given and not config.training.manual_gc:
         notes.append("--manual-gc-interval (no --manual-gc)")
     if not config.data.fim.fim_data:
@@ -32,7 +32,7 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
         notes.append("--finetune (no --load)")
     notes += _idle_positions(config, given)
     notes += [f"{flag(name)} ({why})" for name, why in _idle(config).items() if name in given]
-    return notes
+    return [*notes, *without_group(config.process)]
 
 
 def _idle(config: RunConfig) -> dict[str, str]:
@@ -56,27 +56,96 @@ def _idle(config: RunConfig) -> dict[str, str]:
         idle["log_progress"] = "no --save"
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):
         idle |= dict.fromkeys(("load_optim", "load_rng"), "no --load")
+    return idle | _idle_layout(config) | _idle_groups(config)
+
+
+def _idle_layout(config: RunConfig) -> dict[str, str]:
+    """Return the settings of axes that have size 1, and of ways to use an axis not taken here."""
+    parallel, context = config.parallel, config.context
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, dp = parallel.context_parallel_size, config.data_parallel_size
+    idle: dict[str, str] = {"expert_tensor_parallel_size": "the model is dense"}
+    if tp == 1:
+        idle |= dict.fromkeys(("sequence_parallel", "tp_comm_overlap"), f"{_size('tensor')} is 1")
+    elif not parallel.sequence_parallel:
+        idle["tp_comm_overlap"] = "no --sequence-parallel"
+    if pp == 1:
+        names = (*config.pipeline.flatten(), "use_tp_pp_dp_mapping")
+        idle |= dict.fromkeys(names, f"{_size('pipeline')} is 1")
+    elif dp == 1:
+        idle["use_tp_pp_dp_mapping"] = "there is one replica"
+    if pp > 1 and config.placement.num_chunks == 1:
+        idle["microbatch_group_size_per_vp_stage"] = "there is one stage per rank"
+    if cp == 1:
+        idle |= dict.fromkeys(context.flatten(), "--context-parallel-size is 1")
+    else:
+        if "a2a+p2p" not in context.cp_comm_type:
+            idle["hierarchical_context_parallel_sizes"] = "--cp-comm-type is not a2a+p2p"
+        if not any("a2a" in kind for kind in context.cp_comm_type):
+            kinds = " ".join(context.cp_comm_type)
+            idle["attention_backend"] = f"--cp-comm-type {kinds} has a kernel of its own"
+    if dp * cp == 1:
+        idle |= dict.fromkeys(config.replicas.flatten(), "there is one replica")
     return idle
 
 
+def _size(axis: str) -> str:
+    return f"--{axis}-model-parallel-size"
+
+
+def _idle_groups(config: RunConfig) -> dict[str, str]:
+    """Return the settings of process groups that are not there, or that are not NCCL's."""
+    process = config.process
+    recorder = tuple(process.flight_recorder.flatten())
+    waiting = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+    nccl = ("nccl_communicator_config_path", "high_priority_stream_groups", *recorder)
+    if process.world_size == 1:
+        return dict.fromkeys((*waiting, *nccl), "there is one process")
+    if process.device == "cpu":
+        return dict.fromkeys(nccl, "with --device cpu NCCL is not used")
+    if process.distributed_backend == "gloo":
+        return dict.fromkeys(nccl, "--distributed-backend is gloo")
+    if process.flight_recorder.flight_recorder_dump_path is None:
+        return dict.fromkeys(recorder, "no --flight-recorder-dump-path")
+    return {}
+
+
 def _idle_positions(config: RunConfig, given: set[str]) -> list[str]:
-    """Return the given rotary settings that the kind of positions does not use."""
+    """Return the given settings that the kind of positions and attention does not use."""
     position = config.model.position
+    if config.model.mla.multi_latent_attention:
+        idle = _idle_with_latents(config)
+        return [f"{flag(name)} ({reason})" for name, reason in idle.items() if name in given]
     kind = position.position_embedding_type
     rotary = ("rotary_base", "rotary_percent", "rotary_interleaved", "no_rope_freq")
     scaling = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
     yarn = tuple(name for name in position.flatten() if name.startswith("yarn_"))
     why = f"--position-embedding-type is {kind}"
-    idle: dict[str, str] = {}
+    idle = dict.fromkeys(config.model.mla.flatten(), "no --multi-latent-attention")
     if kind == "yarn":
-        idle = dict.fromkeys(scaling, why)
+        idle |= dict.fromkeys(scaling, why)
     elif kind == "rope":
-        idle = dict.fromkeys(yarn, why)
+        idle |= dict.fromkeys(yarn, why)
         if not position.use_rope_scaling:
             idle["rope_scaling_factor"] = "no --use-rope-scaling"
     else:
-        idle = dict.fromkeys((*rotary, *scaling, *yarn), why)
+        idle |= dict.fromkeys((*rotary, *scaling, *yarn), why)
     return [f"{flag(name)} ({reason})" for name, reason in idle.items() if name in given]
+
+
+def _idle_with_latents(config: RunConfig) -> dict[str, str]:
+    """Return the settings of other attention that multi-latent attention has its own for."""
+    latent, yarn = config.model.mla, ("beta_fast", "beta_slow", "mscale")
+    others = (
+        *("kv_channels", "add_qkv_bias", "softmax_scale", "no_rope_freq"),
+        *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+        *(name for name in config.model.position.flatten() if name.startswith("yarn_")),
+    )
+    idle = dict.fromkeys(others, "--multi-latent-attention has its own")
+    unused: tuple[str, ...] = ("rotary_percent",)
+    if latent.rope_type == "rope":
+        unused = ("original_max_position_embeddings", *yarn)
+    return idle | dict.fromkeys(unused, f"--rope-type is {latent.rope_type}")
 
 
 def _idle_evaluation(config: RunConfig) -> dict[str, str]:

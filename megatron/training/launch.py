@@ -3,10 +3,14 @@
 No torch, no outside program, nothing written to the environment. Sources, first match wins:
 
     RANK and WORLD_SIZE   torchrun, torch.distributed.run and .launch, or set by hand
+    OMPI_COMM_WORLD_*     mpirun of Open MPI
+    PMI_*, MPI_LOCAL*     mpirun of MPICH, Intel MPI, MVAPICH
     SLURM_*               inside a job step of more than one task (srun); the shell of an sbatch or
                           salloc is not such a step, and neither is `srun -n 1`
-    OMPI_COMM_WORLD_*     mpirun
     nothing               one process
+
+mpirun comes before Slurm: within an allocation its daemons are a job step of their own, whose
+variables its processes inherit.
 
 The world size comes from the launcher alone, never from the number of devices.
 """
@@ -16,6 +20,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.core.utils import UserError
+
+# Names of the rank, the size, and the same two on this machine.
+_MPIRUNS = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # srun sets the first two of these as well, but not the others.
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 DEFAULT_PORT = 29500
 # Away from the ports that daemons and the kernel's own ephemeral range use.
@@ -59,10 +75,11 @@ def discover(environ: Mapping[str, str], local_rank: int | None = None) -> Launc
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torch(environ, local_rank)
+    for names in _MPIRUNS:
+        if environ.keys() >= set(names):
+            return _from_mpirun(environ, names)
     if _in_slurm_step(environ):
         return _from_slurm(environ)
-    if "OMPI_COMM_WORLD_SIZE" in environ and "OMPI_COMM_WORLD_RANK" in environ:
-        return _from_open_mpi(environ)
     return Launch(0, 1, local_rank or 0, 1, "127.0.0.1", 0, "no launcher", "not needed")
 
 
@@ -158,19 +175,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     return _checked(environ, "srun", place, nodes)
 
 
-def _from_open_mpi(environ: Mapping[str, str]) -> Launch:
-    size = _integer(environ, "OMPI_COMM_WORLD_SIZE")
-    local_size = None
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environ:
-        local_size = _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    place = (
-        _integer(environ, "OMPI_COMM_WORLD_RANK"),
-        size,
-        _integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-        if "OMPI_COMM_WORLD_LOCAL_RANK" in environ
-        else 0,
-        local_size,
-    )
+def _from_mpirun(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> Launch:
+    rank, size, local_rank, local_size = (_integer(environ, name) for name in names)
+    place = (rank, size, local_rank, local_size)
     return _checked(environ, "mpirun", place, None)
 
 

@@ -5,16 +5,19 @@ values and what to change. A rule looks only at the features it is about. `check
 hold for every run and for a dry run; `check_built` those of a run that is to start.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from megatron.core.config import Origin, flag_of
-from megatron.core.context_parallel.checks import check_heads, check_sequence
+from megatron.core.config import as_words
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
-
-Origins = Mapping[str, Origin]
-Rule = Callable[[RunConfig, Origins], None]
+from megatron.training.group_settings import group_settings
+from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule, experts_need_an_expert_model
+from megatron.training.layout_rules import check_tensor_heads as check_tensor_heads
+from megatron.training.layout_rules import check_tensor_widths as check_tensor_widths
+from megatron.training.nearest_layout import nearest_layouts
+from megatron.training.wording import divisors, flag, listed, nearest_multiples, nearest_of
 
 EXPERTS = ("--num-experts", "--moe-num-experts")
 """Flags that ask for experts, which a dry run leaves out."""
@@ -33,45 +36,22 @@ def check(config: RunConfig, origins: Origins, left_out: Sequence[str] = ()) -> 
     """
     has_experts = any(text.split()[0] in EXPERTS for text in left_out)
     for rule in RULES:
-        if not (has_experts and rule is experts_need_an_expert_model):
+        if has_experts and rule is experts_need_an_expert_model:
+            continue
+        try:
             rule(config, origins)
-
-
-def world_holds_the_layout(config: RunConfig, origins: Origins) -> None:
-    """The dense and the expert layout must each fill the processes a whole number of times."""
-    parallel, world = config.parallel, config.process.world_size
-    dense = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-    expert = (
-        "expert_tensor_parallel_size",
-        "expert_model_parallel_size",
-        "pipeline_model_parallel_size",
-    )
-    for names in (dense, expert):
-        product = 1
-        for name in names:
-            size = getattr(parallel, name)
-            if size < 1:
-                raise UserError(f"{flag(name)} ({size}) must be at least 1")
-            product *= size
-        if world % product:
-            factors = " x ".join(
-                f"{flag(name)} {getattr(parallel, name)} ({origins[name]})" for name in names
-            )
-            raise UserError(
-                f"{world} process{'es' * (world > 1)} cannot hold {factors} = {product}; start a "
-                f"multiple of {product} processes (such as {nearest_multiples(world, product)}), "
-                f"or choose sizes whose product divides {world}: {listed(divisors(world))}"
-            )
-    parallel.grids(world)
+        except UserError as error:
+            if rule not in LAYOUT_RULES and rule is not batch_divides:
+                raise
+            layouts = nearest_layouts(config, origins, (*LAYOUT_RULES, batch_divides))
+            raise UserError(f"{error}{layouts}") from None
 
 
 def heads_fill_the_hidden_size(config: RunConfig, origins: Origins) -> None:
     """Unless --kv-channels says otherwise, heads share the hidden size."""
     hidden, heads = config.model.hidden_size, config.model.attention.num_attention_heads
+    if config.model.mla.multi_latent_attention:
+        return  # its heads have sizes of their own
     if origins["kv_channels"] in ("derived", "default") and hidden % heads:
         raise UserError(
             f"--hidden-size ({hidden}) is not divisible by --num-attention-heads ({heads}); try "
@@ -81,6 +61,9 @@ def heads_fill_the_hidden_size(config: RunConfig, origins: Origins) -> None:
 
 def rotated_channels_are_pairs(config: RunConfig, origins: Origins) -> None:
     """Rotary positions turn channels two by two."""
+    if config.model.mla.multi_latent_attention:
+        _latent_channels_are_pairs(config)
+        return
     position, head_size = config.model.position, config.model.attention.kv_channels
     width = position.rotated_channels(head_size)
     if position.is_rotary and (width < 2 or width % 2):
@@ -91,69 +74,19 @@ def rotated_channels_are_pairs(config: RunConfig, origins: Origins) -> None:
         )
 
 
-def heads_divide_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
-    """Every tensor-parallel rank gets whole heads; groups are split or repeated."""
-    tp, attention = config.parallel.tensor_model_parallel_size, config.model.attention
-    heads, groups = attention.num_attention_heads, attention.num_query_groups
-    if heads % tp:
+def _latent_channels_are_pairs(config: RunConfig) -> None:
+    """With YaRN all rotary channels of a head of multi-latent attention turn."""
+    position, latent = config.model.position, config.model.mla
+    channels = width = latent.qk_pos_emb_head_dim
+    share = ""
+    if latent.rope_type == "rope":
+        width = position.rotated_channels(channels)
+        share = f"--rotary-percent ({position.rotary_percent}) of "
+    if width < 2 or width % 2:
         raise UserError(
-            f"--num-attention-heads ({heads}) is not divisible by --tensor-model-parallel-size "
-            f"({tp}); try --tensor-model-parallel-size {nearest_of(divisors(heads), tp)}"
+            f"{share}--qk-pos-emb-head-dim ({channels}) makes {width} channels that rotate; their "
+            "number must be even and at least 2"
         )
-    if groups % tp and tp % groups:
-        fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
-        raise UserError(
-            f"--num-query-groups ({groups}) and --tensor-model-parallel-size ({tp}): one must "
-            f"divide the other; try --tensor-model-parallel-size {nearest_of(fitting, tp)}"
-        )
-
-
-def widths_divide_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
-    """Every tensor-parallel rank gets the same share of the MLP."""
-    tp, width = config.parallel.tensor_model_parallel_size, config.model.mlp.ffn_hidden_size
-    if width % tp:
-        raise UserError(
-            f"--ffn-hidden-size ({width}, {origins['ffn_hidden_size']}) is not divisible by "
-            f"--tensor-model-parallel-size ({tp}); try {nearest_multiples(width, tp)}"
-        )
-
-
-def vocabulary_divides_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
-    """Rows that are not padded must divide as they are."""
-    tp, tokenizer = config.parallel.tensor_model_parallel_size, config.tokenizer
-    rows = tokenizer.padded_vocab_size
-    if rows is not None and rows % tp:
-        raise UserError(
-            f"--padded-vocab-size ({rows}) is not divisible by --tensor-model-parallel-size ({tp});"
-            f" try {nearest_multiples(rows, tp)}"
-        )
-
-
-def pipeline_holds_the_layers(config: RunConfig, origins: Origins) -> None:
-    """The layers can be split over the stages as asked, and the schedule can run them."""
-    sizes = config.batch_sizes.sizes if config.training.global_batch_size else (1,)
-    assert config.stages
-    config.pipeline.schedule(config.placement, max(1, min(sizes) // config.samples_per_pass))
-
-
-def context_can_communicate(config: RunConfig, origins: Origins) -> None:
-    """Each layer's way to attend over the sequence's ranks must suit heads and sizes."""
-    parallel, context = config.parallel, config.context
-    for kind in dict.fromkeys(context.kinds(config.model.num_layers)):
-        check_heads(
-            kind,
-            config.model.attention.num_attention_heads,
-            parallel.tensor_model_parallel_size,
-            parallel.context_parallel_size,
-            context.hierarchical_context_parallel_sizes,
-        )
-
-
-def sequence_divides(config: RunConfig, origins: Origins) -> None:
-    """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism."""
-    parallel = config.parallel
-    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    check_sequence(config.data.seq_length, parallel.context_parallel_size, tp)
 
 
 def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
@@ -164,34 +97,6 @@ def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
         raise UserError(
             f"--max-position-embeddings ({rows}) is less than --seq-length ({seq}); raise it to "
             f"{seq} or shorten the sequence (learned positions end at the table's last row)"
-        )
-
-
-def experts_need_an_expert_model(config: RunConfig, origins: Origins) -> None:
-    """Expert parallelism spreads experts, of which a dense model has none."""
-    size = config.parallel.expert_model_parallel_size
-    if size > 1:
-        raise UserError(
-            f"--expert-model-parallel-size ({size}) spreads experts, but the model is dense; "
-            "remove it"
-        )
-
-
-def batch_divides(config: RunConfig, origins: Origins) -> None:
-    """The global batch is a whole number of microbatches on every replica."""
-    training, unit = config.training, config.samples_per_pass
-    size = training.global_batch_size
-    if training.step_batch_size_schedule is not None or training.decrease_batch_size_if_needed:
-        if size < unit and training.step_batch_size_schedule is None:
-            raise UserError(
-                f"--global-batch-size ({size}) is less than {_unit_text(config)}; it cannot be "
-                "decreased to a multiple of that"
-            )
-        return
-    if size % unit:
-        raise UserError(
-            f"--global-batch-size ({size}) is not divisible by {_unit_text(config)}; try "
-            f"{nearest_multiples(size, unit)}, or --decrease-batch-size-if-needed"
         )
 
 
@@ -223,6 +128,24 @@ def ramp_up_reaches_the_batch(config: RunConfig, origins: Origins) -> None:
             f"{name}: START and INCREMENT must be divisible by {_unit_text(config)}; try START "
             f"{nearest_multiples(start, unit)} and INCREMENT {nearest_multiples(increment, unit)}, "
             "or --decrease-batch-size-if-needed"
+        )
+
+
+def batch_divides(config: RunConfig, origins: Origins) -> None:
+    """The global batch is a whole number of microbatches on every replica."""
+    training, unit = config.training, config.samples_per_pass
+    size = training.global_batch_size
+    if training.step_batch_size_schedule is not None or training.decrease_batch_size_if_needed:
+        if size < unit and training.step_batch_size_schedule is None:
+            raise UserError(
+                f"--global-batch-size ({size}) is less than {_unit_text(config)}; it cannot be "
+                "decreased to a multiple of that"
+            )
+        return
+    if size % unit:
+        raise UserError(
+            f"--global-batch-size ({size}) is not divisible by {_unit_text(config)}; try "
+            f"{nearest_multiples(size, unit)}, or --decrease-batch-size-if-needed"
         )
 
 
@@ -332,17 +255,19 @@ def loaders_have_no_length(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def groups_are_known(config: RunConfig, origins: Origins) -> None:
+    """Settings of process groups name groups and settings; a plan does without their file."""
+    process = config.process
+    path = process.nccl_communicator_config_path
+    if path is not None and not Path(path).exists():
+        process = replace(process, nccl_communicator_config_path=None)
+    group_settings(process)
+
+
 RULES: tuple[Rule, ...] = (
-    world_holds_the_layout,
     heads_fill_the_hidden_size,
+    *LAYOUT_RULES,
     rotated_channels_are_pairs,
-    heads_divide_over_tensor_ranks,
-    widths_divide_over_tensor_ranks,
-    vocabulary_divides_over_tensor_ranks,
-    pipeline_holds_the_layers,
-    experts_need_an_expert_model,
-    sequence_divides,
-    context_can_communicate,
     positions_reach_the_sequence,
     ramp_up_reaches_the_batch,
     batch_divides,
@@ -354,15 +279,17 @@ RULES: tuple[Rule, ...] = (
     checkpoints_have_a_folder,
     profiled_ranks_exist,
     loaders_have_no_length,
+    groups_are_known,
 )
 
 
 def check_built(config: RunConfig) -> None:
-    """Refuse a run without data, which a plan can do without.
+    """Refuse a run that lacks what a plan can do without: data, and the files of its settings.
 
     Raises:
-        UserError: the run names no data.
+        UserError: the run names no data, or a file of settings that cannot be used.
     """
+    group_settings(config.process)
     if not config.data.sources and config.data.dataloader_type != "external":
         raise UserError("no data: give --data-path PREFIX (or --train-data-path), or --mock-data")
 
@@ -373,6 +300,14 @@ _CUDA_ONLY = (
     ("model", "transformer_impl", ("transformer_engine",), "auto"),
     ("model", "attention_backend", ("flash", "fused"), "auto"),
 )
+
+
+NCCL_ONLY = (
+    "nccl_communicator_config_path",
+    "high_priority_stream_groups",
+    "flight_recorder_dump_path",
+)
+"""Settings of NCCL, which have no effect under --device cpu."""
 
 
 def cuda_only(config: RunConfig) -> list[str]:
@@ -405,8 +340,15 @@ def check_device(config: RunConfig, cuda_is_available: bool) -> None:
     Raises:
         UserError: the run needs CUDA and there is none.
     """
+    process = config.process
     needs = cuda_only(config)
-    if config.process.device == "cuda":
+    if process.world_size > 1 and process.device != "cpu" and process.distributed_backend != "gloo":
+        needs += [
+            f"{flag(name)} {as_words(value)}"
+            for name, value in process.flatten().items()
+            if name in NCCL_ONLY and value
+        ]
+    if process.device == "cuda":
         needs = ["--device cuda", *needs]
     if needs and not cuda_is_available:
         raise UserError(
@@ -433,36 +375,6 @@ def warnings(config: RunConfig, origins: Origins) -> list[str]:
                 f"({schedule.decay}): after the warm-up the rate jumps down, as in Megatron-LM"
             )
     return found
-
-
-def flag(name: str) -> str:
-    """Return the flag of a field of the run."""
-    return flag_of(RunConfig, name)
-
-
-def divisors(number: int) -> list[int]:
-    """Return every divisor in ascending order."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def nearest_multiples(value: int, unit: int) -> str:
-    """Return the multiples of ``unit`` below and above ``value``, as ``16 or 24``."""
-    below, above = value // unit * unit, -(-value // unit) * unit
-    return listed(sorted({n for n in (below, above) if n > 0}), " or ")
-
-
-def nearest_of(choices: Iterable[int], value: int) -> str:
-    """Return the choices next to ``value`` on either side."""
-    ordered = sorted(choices)
-    below = [n for n in ordered if n <= value][-1:]
-    above = [n for n in ordered if n >= value][:1]
-    return listed(sorted({*below, *above}), " or ")
-
-
-def listed(values: Iterable[object], separator: str = ", ") -> str:
-    """Return values joined for a message."""
-    return separator.join(map(str, values))
 
 
 def _unit_text(config: RunConfig) -> str:

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import GroupOptions, Mesh
 from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
+from megatron.training.flight_recorder import record_collectives
+from megatron.training.group_settings import group_settings
 from megatron.training.launch import Launch, local_device
+from megatron.training.process_config import ProcessConfig
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -43,18 +46,31 @@ def create_mesh(
     config.parallel.grids(launch.world_size)  # a layout that cannot be is refused before waiting
     if launch.world_size == 1:
         return Mesh.serial(device)
+    if backend == "nccl":
+        record_collectives(config.process.flight_recorder, environ, say)
     connect(launch, backend, config.process.distributed_timeout_minutes, environ)
     return connected_mesh(config, device)
 
 
 def connected_mesh(config: RunConfig, device: torch.device) -> Mesh:
     """Return the mesh of a run whose processes are connected; a collective of the world."""
-    inner = config.context.hierarchical_context_parallel_sizes
+    context, inner = config.context, 1
+    if config.parallel.context_parallel_size > 1 and "a2a+p2p" in context.cp_comm_type:
+        inner = (context.hierarchical_context_parallel_sizes or (1,))[0]
     return Mesh.create(
         config.parallel,
         device,
         num_query_groups=config.model.attention.num_query_groups,
-        cp_inner_size=inner[0] if inner and "a2a+p2p" in config.context.cp_comm_type else 1,
+        cp_inner_size=inner,
+        options=group_options(config.process, dist.get_backend()),
+    )
+
+
+def group_options(process: ProcessConfig, backend: str) -> GroupOptions:
+    """Return what the process groups of a run are made with: NCCL's settings for NCCL alone."""
+    return GroupOptions(
+        timeout=timedelta(minutes=process.distributed_timeout_minutes),
+        nccl=group_settings(process) if backend == "nccl" else {},
     )
 
 

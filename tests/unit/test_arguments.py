@@ -219,11 +219,34 @@ def test_each_program_has_its_tokenizer() -> None:
 
 
 def test_the_launcher_gives_the_world_size() -> None:
-    assert "later version" in _message(BASE.split(), world_size=2)
+    assert run(world_size=2).config.data_parallel_size == 2
     dry = run("--dry-run --dry-run-world-size 4", world_size=1)
     assert dry.config.data_parallel_size == 4
     assert dry.config.training.global_batch_size == 8
     assert "add --dry-run" in _message([*BASE.split(), "--dry-run-world-size", "4"], world_size=1)
+
+
+def test_a_script_may_pass_the_rank_that_the_launcher_says() -> None:
+    plain = run(world_size=4).config
+    assert run("--world-size 4 --rank 3 --dist-url tcp://head:1", world_size=4).config == plain
+    assert run("--world-size 4 --rank 3 --dry-run").invocation.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "started", "parts"),
+    [
+        ("--world-size 4", 1, ("--world-size (4)", "1 process was started", "torchrun", "WORLD_")),
+        ("--rank 1", 1, ("--rank (1)", "1 process was started", "torchrun", "RANK")),
+        ("--world-size 2", 4, ("--world-size (2)", "4 processes were started")),
+        ("--rank 4 --world-size 4", 4, ("--rank (4)", "4 processes were started")),
+        ("--rank -1", 1, ("--rank (-1)",)),
+    ],
+)
+def test_a_rank_that_no_launcher_gave_starts_nothing_by_itself(
+    flags: str, started: int, parts: tuple[str, ...]
+) -> None:
+    message = _message([*BASE.split(), *flags.split()], world_size=started)
+    assert all(part in message for part in parts), message
 
 
 def _message(argv: list[str], **more: int) -> str:

@@ -307,7 +307,7 @@ def test_missing_numbers_are_asked_for_by_name(
 
 
 def test_paths_need_no_value(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = f"{BASE} --save $OUT/x --tokenizer-model $TOK --local-rank $LOCAL_RANK"
+    flags = f"{BASE} --save $OUT/x --tokenizer-model $TOK --rank $RANK --local-rank $LOCAL_RANK"
     code, text = explain(capsys, "--", *f"python pretrain_gpt.py {flags}".split())
     assert code == 0 and "--save $OUT/x" in text
 
@@ -319,7 +319,7 @@ def test_a_layout_without_a_launcher_asks_for_the_processes(
     code, text = explain(capsys, "--", *command.split())
     assert code == 2 and "--world-size N" in text
     code, text = explain(capsys, "--world-size", "2", "--", *command.split())
-    assert code == 1 and "tensor 2 x pipeline 1" in text
+    assert code == 0 and "tensor 2 x" in text
 
 
 @pytest.mark.parametrize(

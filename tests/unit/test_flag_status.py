@@ -1,5 +1,6 @@
 """Every flag of Megatron-LM has a status, and the documents say what the code does."""
 
+import ast
 import csv
 import re
 import subprocess
@@ -202,7 +203,9 @@ def megatron_default(row: dict[str, str], spec: Spec) -> object:
         return not value if clears and "true" in row["type"] else value
     if text in ("None", ""):
         return None
-    return () if text == "[]" else spec.convert(text if spec.count == "one" else [text])
+    if text.startswith("["):
+        return tuple(ast.literal_eval(text))
+    return spec.convert(text if spec.count == "one" else [text])
 
 
 def test_every_default_is_megatrons_unless_a_difference_says_why() -> None:

@@ -70,3 +70,24 @@ def test_expert_and_dense_pipelines_must_agree() -> None:
     )
     with pytest.raises(UserError, match="pipelines would differ"):
         config.grids(8)
+
+
+@pytest.mark.parametrize(("tp", "cp", "dp", "etp"), [(1, 2, 1, 1), (2, 2, 3, 2), (4, 1, 2, 2)])
+def test_experts_may_have_replicas_before_the_stages(tp: int, cp: int, dp: int, etp: int) -> None:
+    """Stages before replicas, and fewer ranks per expert than per dense layer."""
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=2,
+        expert_tensor_parallel_size=etp,
+        use_tp_pp_dp_mapping=True,
+    )
+    world = tp * cp * dp * 2
+    dense, expert = config.grids(world)
+    assert expert.groups("pp") == dense.groups("pp")
+    # Two ranks hold the same part of the experts if they differ in nothing but replicas.
+    replicas = expert.groups("edp_inner", "edp")
+    assert {len(group) for group in replicas} == {world // etp // 2}
+    for group in replicas:
+        assert len({rank % etp for rank in group}) == 1
+        assert len({dense.coordinates(rank)["pp"] for rank in group}) == 1

@@ -90,6 +90,66 @@ def test_mpirun_over_several_machines_needs_an_address() -> None:
     assert discover({**MPIRUN, **inside_slurm}).master_addr == "n7"
 
 
+def test_mpirun_within_a_slurm_allocation() -> None:
+    """Its daemons are a job step of two tasks, whose variables the processes inherit."""
+    daemons = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "node[03-05]"}
+    ranks = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
+    launch = discover({**daemons, **ranks})
+    assert place(launch) == (6, 8, 3)
+    assert (launch.source, launch.master_addr) == ("mpirun", "node03")
+
+
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+
+def test_mpirun_of_mpich_and_its_relatives() -> None:
+    launch = discover({**HYDRA, "MASTER_ADDR": "head"})
+    assert place(launch) == (5, 8, 1) and launch.local_world_size == 4
+    assert launch.source == "mpirun"
+
+
+def test_pmi_variables_that_srun_sets_are_not_mpiruns() -> None:
+    pmi = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+    assert discover({**SRUN, **pmi}).source == "srun"
+    shell = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert place(discover({**shell, "PMI_RANK": "0", "PMI_SIZE": "1"})) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_srun_over_nodes_with_unequal_numbers_of_tasks(rank: int) -> None:
+    """Four tasks on the first node and two on the second: nobody knows their number on its own."""
+    tasks = {
+        **SRUN,
+        "SLURM_STEP_NUM_TASKS": "6",
+        "SLURM_STEP_TASKS_PER_NODE": "4,2",
+        "SLURM_STEP_NODELIST": "gpu[7-8]",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 4),
+    }
+    launch = discover(tasks)
+    assert place(launch) == (rank, 6, rank % 4)
+    assert launch.local_world_size is None and launch.master_addr == "gpu7"
+
+
+def test_torchrun_of_one_machine_says_no_number_of_machines() -> None:
+    """As torchrun and torch.distributed.run set them without --nnodes."""
+    environ = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    launch = discover(environ)
+    assert place(launch) == (1, 2, 1) and launch.source == "torchrun"
+    # A torchrun per node that srun started: its variables win over those of the step.
+    assert place(discover({**SRUN, **environ})) == (1, 2, 1)
+
+
 def test_rank_by_hand() -> None:
     launch = discover({"RANK": "3", "WORLD_SIZE": "4"})
     assert place(launch) == (3, 4, 3)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.optimizer.schedule import Progress
 from megatron.core.utils import UserError
-from megatron.training import flag_status, rules
+from megatron.training import rules, wording
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
 
@@ -81,9 +81,15 @@ def test_par_02_all_layers_are_there_or_the_run_is_refused(stages: int) -> None:
 
 
 def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
-    run = plan("--num-layers 20 --decoder-last-pipeline-num-layers 1")
-    assert run.config.model.num_layers == 20
-    assert run.left_out[0].startswith("--decoder-last-pipeline-num-layers 1 (layers are split")
+    message = refused("--num-layers 20 --decoder-last-pipeline-num-layers 1")
+    assert "--decoder-last-pipeline-num-layers (1)" in message
+    assert "--pipeline-model-parallel-size of at least 2" in message
+    split = plan(
+        "--num-layers 20 --decoder-last-pipeline-num-layers 1 --pipeline-model-parallel-size 2 "
+        "--dry-run-world-size 2"
+    ).config
+    assert split.model.num_layers == 20
+    assert [len(stage.layers) for stage in split.stages] == [19, 1]
 
 
 @pytest.mark.parametrize(
@@ -189,12 +195,13 @@ def test_what_fits_is_planned(text: str) -> None:
     plan(text)
 
 
-def test_a_run_of_several_processes_is_for_a_later_version() -> None:
-    words = f"{BASE} --train-iters 10 --tensor-model-parallel-size 2".split()
-    with pytest.raises(UserError, match=r"--tensor-model-parallel-size \(2\).*later version"):
-        parse(words, world_size=2)
-    with pytest.raises(UserError, match=r"processes \(2\)"):
-        parse(f"{BASE} --train-iters 10".split(), world_size=2)
+def test_a_run_of_several_processes_takes_them_from_the_launcher() -> None:
+    words = f"{BASE} --train-iters 10".split()
+    assert parse(words, world_size=2).config.data_parallel_size == 2
+    config = parse([*words, "--tensor-model-parallel-size", "2"], world_size=2).config
+    assert (config.process.world_size, config.data_parallel_size) == (2, 1)
+    with pytest.raises(UserError, match="1 process cannot hold.*torchrun --nproc-per-node 2"):
+        parse([*words, "--tensor-model-parallel-size", "2"], world_size=1)
 
 
 def test_a_run_needs_data_and_a_plan_does_not() -> None:
@@ -246,6 +253,11 @@ def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
         rules.check_device(config, cuda_is_available=False)
     with pytest.raises(UserError, match="--device cuda"):
         rules.check_device(plan("--device cuda").config, cuda_is_available=False)
+    streams = "--dry-run-world-size 2 --high-priority-stream-groups tp dp"
+    with pytest.raises(UserError, match="--high-priority-stream-groups tp dp.*--device cpu"):
+        rules.check_device(plan(streams).config, cuda_is_available=False)
+    for harmless in ("--device cpu", "--distributed-backend gloo", "--dry-run-world-size 1"):
+        rules.check_device(plan(f"{streams} {harmless}").config, cuda_is_available=False)
     rules.check_device(plan("").config, cuda_is_available=False)
 
 
@@ -253,6 +265,53 @@ def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
     ("text", "idle"),
     [
         ("--save-interval 10", "--save-interval (no --save)"),
+        ("--pipeline-schedule zb-v", "--pipeline-schedule (--pipeline-model-parallel-size is 1)"),
+        ("--no-overlap-p2p-communication", "--overlap-p2p-communication (--pipeline"),
+        ("--account-for-loss-in-pipeline-split", "--account-for-loss-in-pipeline-split (--pipe"),
+        ("--cp-comm-type a2a", "--cp-comm-type (--context-parallel-size is 1)"),
+        (
+            "--hierarchical-context-parallel-sizes 2 2",
+            "--hierarchical-context-parallel-sizes (--context-parallel-size is 1)",
+        ),
+        (
+            "--hierarchical-context-parallel-sizes 3 2 --dry-run-world-size 2 "
+            "--context-parallel-size 2",
+            "--hierarchical-context-parallel-sizes (--cp-comm-type is not a2a+p2p)",
+        ),
+        (
+            "--attention-backend unfused --dry-run-world-size 2 --context-parallel-size 2",
+            "--attention-backend (--cp-comm-type p2p has a kernel of its own)",
+        ),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce (there is one replica)"),
+        ("--ddp-bucket-size 8", "--ddp-bucket-size (there is one replica)"),
+        ("--distributed-timeout-minutes 20", "--distributed-timeout-minutes (there is one process"),
+        ("--tp-comm-overlap", "--tp-comm-overlap (--tensor-model-parallel-size is 1)"),
+        (
+            "--tp-comm-overlap --dry-run-world-size 2 --tensor-model-parallel-size 2",
+            "--tp-comm-overlap (no --sequence-parallel)",
+        ),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 4 --dry-run-world-size 2 "
+            "--pipeline-model-parallel-size 2",
+            "--microbatch-group-size-per-virtual-pipeline-stage (there is one stage per rank)",
+        ),
+        ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping (--pipeline-model-parallel-size is 1)"),
+        (
+            "--high-priority-stream-groups tp --dry-run-world-size 2 --device cpu",
+            "--high-priority-stream-groups (with --device cpu NCCL is not used)",
+        ),
+        (
+            "--flight-recorder-dump-path x --dry-run-world-size 2 --distributed-backend gloo",
+            "--flight-recorder-dump-path (--distributed-backend is gloo)",
+        ),
+        (
+            "--flight-recorder-trace-buffer-size 9 --dry-run-world-size 2",
+            "--flight-recorder-trace-buffer-size (no --flight-recorder-dump-path)",
+        ),
+        (
+            "--high-priority-stream-groups tp gtp_remat --dry-run-world-size 2",
+            "--high-priority-stream-groups: gtp_remat (nothing is communicated",
+        ),
         ("--sequence-parallel", "--sequence-parallel"),
         ("--manual-gc-interval 5", "--manual-gc-interval"),
         ("--finetune", "--finetune (no --load)"),
@@ -279,6 +338,16 @@ def test_settings_that_count_are_not_listed() -> None:
     assert run.no_effect == ()
     rotary = "--rotary-base 500 --rotary-percent 0.5 --no-rope-freq 2 --position-embedding-type"
     assert plan(f"{rotary} yarn --yarn-mscale 2").no_effect == ()
+    layout = (
+        "--dry-run-world-size 16 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --use-tp-pp-dp-mapping "
+        "--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved "
+        "--microbatch-group-size-per-virtual-pipeline-stage 2 --cp-comm-type a2a "
+        "--attention-backend unfused --overlap-grad-reduce --ddp-num-buckets 2 --tp-comm-overlap "
+        "--distributed-timeout-minutes 20 --high-priority-stream-groups tp "
+        "--flight-recorder-dump-path x --flight-recorder-include-stack-trace"
+    )
+    assert plan(layout).no_effect == ()
     scaled = "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2"
     assert plan(f"{rotary} rope {scaled}").no_effect == ()
 
@@ -291,10 +360,10 @@ def test_uneven_masks_are_warned_of_once_unless_the_objective_is_chosen() -> Non
 
 
 def test_nearest_choices() -> None:
-    assert rules.nearest_multiples(5, 4) == "4 or 8"
-    assert rules.nearest_multiples(3, 4) == "4"
-    assert rules.nearest_of([1, 2, 4, 8], 3) == "2 or 4"
-    assert rules.divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert wording.nearest_multiples(5, 4) == "4 or 8"
+    assert wording.nearest_multiples(3, 4) == "4"
+    assert wording.nearest_of([1, 2, 4, 8], 3) == "2 or 4"
+    assert wording.divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def test_a_final_fall_that_begins_in_the_warm_up_is_warned_of() -> None:
@@ -304,46 +373,153 @@ def test_a_final_fall_that_begins_in_the_warm_up_is_warned_of() -> None:
     assert plan(f"{wsd} 6").reports == ()
 
 
-def test_fewer_groups_than_tensor_ranks_are_planned_and_not_run() -> None:
-    text = (
-        "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 2 "
-        "--dry-run-world-size 8"
-    )
-    with pytest.raises(UserError, match=r"--num-query-groups \(2\) is less than"):
-        rules.check_built(plan(text).config)
+def test_fewer_groups_than_tensor_ranks_run() -> None:
+    text = "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 2"
+    config = parse(f"{BASE} --train-iters 10 {text}".split(), world_size=8).config
+    assert config.model.attention.num_query_groups == 2
 
 
-# Flags without effect only because their axis has size 1 until runs of several processes are built.
-NEED_AN_AXIS = {
-    "--context-parallel-size": (
-        "--cp-comm-type",
-        "--cp-partition-mode",
-        "--hierarchical-context-parallel-sizes",
-        "--context-parallel-algo",
-        "--use-cp-send-recv-overlap",
-    ),
-    "--pipeline-model-parallel-size": (
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "--pipeline-model-parallel-comm-backend",
-        "--overlap-p2p-communication-warmup-flush",
-        "--no-overlap-p2p-communication",
-    ),
-    "--tensor-model-parallel-size": ("--tp-comm-overlap", "--delay-wgrad-compute"),
-    "": ("--overlap-grad-reduce", "--overlap-param-gather"),
-}
+def flags_of(layout: str) -> str:
+    """Return the flags of a layout such as ``8: tp2 pp2``, the first number being processes."""
+    flags = {
+        "tp": "--tensor-model-parallel-size",
+        "pp": "--pipeline-model-parallel-size",
+        "cp": "--context-parallel-size",
+    }
+    world, _, axes = layout.partition(":")
+    words = [f"{flags[axis[:2]]} {axis[2:]}" for axis in axes.split()]
+    return " ".join([f"--dry-run-world-size {world}", *words])
 
 
-@pytest.mark.parametrize("axis", NEED_AN_AXIS)
-def test_an_axis_that_is_built_takes_its_flags_along(axis: str) -> None:
-    """Whoever lets an axis above 1 through must give these flags an effect, or another status."""
-    table = flag_status.load()
-    size = f"{axis} 2" if axis else ""
-    config = plan(f"{size} --dry-run-world-size 2").config
-    try:
-        rules.check_built(config)
-    except UserError as error:
-        assert f"{axis or 'processes'} (2)" in str(error)
-    else:
-        idle = [flag for flag in NEED_AN_AXIS[axis] if table[flag].status == "no effect"]
-        assert idle == []
-    assert all(flag in table for flag in NEED_AN_AXIS[axis])
+@pytest.mark.parametrize(
+    ("layout", "flags", "parts"),
+    [
+        # The processes.
+        ("6: tp4", "", ("--tensor-model-parallel-size 4 (flag)", "such as 4 or 8")),
+        # Heads.
+        ("6: tp6", "", ("--num-attention-heads (8)", "try --tensor-model-parallel-size 4 or 8")),
+        # Layers.
+        ("8: pp8", "", ("--num-layers (4) must be at least --pipeline-model-parallel-size (8)",)),
+        # The sequence.
+        ("4: cp4", "--seq-length 36", ("--seq-length (36)", "try 32 or 40")),
+        # The batch.
+        ("4: tp2", "--global-batch-size 6", ("--global-batch-size (6)", "try 4 or 8")),
+        # Key heads.
+        (
+            "6: tp6",
+            "--num-attention-heads 12 --hidden-size 96 --group-query-attention "
+            "--num-query-groups 4",
+            ("--num-query-groups (4)", "--tensor-model-parallel-size 4 or 12"),
+        ),
+        # A vocabulary that is padded already.
+        ("4: tp4", "--padded-vocab-size 130", ("--padded-vocab-size (130)", "128 or 132")),
+        # Heads of an all-to-all.
+        (
+            "8: tp2 cp4",
+            "--num-attention-heads 4 --cp-comm-type a2a",
+            ("--num-attention-heads (4)", "lower the latter to 2", "--cp-comm-type p2p"),
+        ),
+    ],
+)
+def test_what_a_layout_cannot_hold_names_layouts_that_work(
+    layout: str, flags: str, parts: tuple[str, ...]
+) -> None:
+    message = refused(f"{flags_of(layout)} {flags}")
+    for part in parts:
+        assert part in message, message
+    _, _, advice = message.rpartition("this works: ")
+    assert advice != message, message
+    for other in advice.split(", or "):
+        assert plan(f"{flags_of(layout)} {flags} {other}").left_out == ()
+
+
+def test_the_nearest_layout_comes_first() -> None:
+    message = refused(f"{flags_of('24: tp3 pp4')} --num-layers 8")
+    assert message.endswith(
+        "; with 24 processes this works: --tensor-model-parallel-size 2, or "
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 3"
+    ), message
+
+
+def test_what_a_layout_does_not_decide_names_none() -> None:
+    assert "this works" not in refused("--dry-run-world-size 2 --expert-model-parallel-size 2")
+    assert "this works" not in refused("--dry-run-world-size 2 --train-samples 10")
+    assert "this works" not in refused("--num-attention-heads 7")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "parts"),
+    [
+        ("1:", "--num-layers-per-virtual-pipeline-stage 2", ("size (1) with 2 stages per rank",)),
+        ("1:", "--num-virtual-stages-per-pipeline-rank 2", ("--num-virtual-stages", "drop")),
+        ("2: pp2", "--pipeline-schedule interleaved", ("-stages-per-pipeline-rank 2", "1f1b")),
+        (
+            "2: pp2",
+            "--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
+            ("--pipeline-schedule 1f1b", "there would be 2", "interleaved or zb-v"),
+        ),
+        (
+            "2: pp2",
+            "--pipeline-schedule zb-v --num-layers 12 --num-virtual-stages-per-pipeline-rank 3",
+            ("--pipeline-schedule zb-v", "there would be 3", "leave out"),
+        ),
+        ("4: pp4", "--pipeline-schedule zb-v", ("--num-layers (4)", "8 = ", "zb-v needs")),
+        (
+            "2: pp2",
+            "--num-layers 10 --num-layers-per-virtual-pipeline-stage 3",
+            ("--num-layers (10)", "--num-layers-per-virtual-pipeline-stage (3)", "try 1 or 5"),
+        ),
+        (
+            "4: pp4",
+            "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 3",
+            ("--microbatch-group-size-per-virtual-pipeline-stage (3)", "(4)"),
+        ),
+        (
+            "8: cp8",
+            "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            ("--hierarchical-context-parallel-sizes (now 2 2)", "try 2 4 or 4 2"),
+        ),
+        ("8: cp8", "--cp-comm-type a2a+p2p", ("now absent", "try 2 4 or 4 2")),
+        ("2: cp2", "--cp-comm-type p2p a2a", ("has 2 values", "--num-layers (4)")),
+        ("2: cp2", "--cp-comm-type ring", ("--cp-comm-type ring", "p2p, all_gather, a2a")),
+        (
+            "4: tp2 pp2",
+            "--use-tp-pp-dp-mapping --expert-tensor-parallel-size 1 "
+            "--expert-model-parallel-size 2 --num-experts 4 --tensor-model-parallel-size 1",
+            ("--use-tp-pp-dp-mapping", "--expert-model-parallel-size (2)", "leave out"),
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_layout_says_what_does(
+    layout: str, flags: str, parts: tuple[str, ...]
+) -> None:
+    message = refused(f"{flags_of(layout)} {flags}")
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("2: pp2", "--pipeline-schedule zb-h1 --global-batch-size 2"),
+        ("2: pp2", "--pipeline-schedule zb-v --global-batch-size 6"),
+        ("2: pp2", "--pipeline-schedule gpipe"),
+        # Microbatches that are no multiple of the stages.
+        ("2: pp2", "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6"),
+        # Uneven stages.
+        ("3: pp3", "--num-layers 7 --pipeline-schedule zb-h1"),
+        ("2: pp2", "--pipeline-model-parallel-layout Et|tttL"),
+        # A group of microbatches counts only where a rank holds several stages.
+        ("4: pp4", "--microbatch-group-size-per-virtual-pipeline-stage 2"),
+        # Dropout, documents and kinds of softmax under context parallelism.
+        ("2: cp2", "--attention-dropout 0.1 --reset-attention-mask --softmax-type learnable"),
+        ("4: cp4", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+        ("4: cp4", "--hierarchical-context-parallel-sizes 3 2"),
+        ("2: cp2", "--cp-comm-type p2p a2a all_gather p2p"),
+        ("8: tp2 cp2 pp2", "--use-tp-pp-dp-mapping --sequence-parallel"),
+        ("8: tp2 pp2", "--use-tp-pp-dp-mapping --sequence-parallel"),
+    ],
+)
+def test_layouts_that_work_are_planned(layout: str, flags: str) -> None:
+    assert plan(f"{flags_of(layout)} {flags}").left_out == ()

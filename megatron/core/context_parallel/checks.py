@@ -46,10 +46,12 @@ def check_heads(kind: str, heads: int, tp: int, cp: int, sizes: Sequence[int] | 
     if kind == "a2a+p2p":
         flag, ways = "the first of --hierarchical-context-parallel-sizes", check_sizes(sizes, cp)[0]
     if heads % (tp * ways):
+        fitting = [n for n in range(2, ways) if heads % (tp * n) == 0]
+        lower = f"lower the latter to {fitting[-1]} or " if fitting else ""
         raise UserError(
             f"--cp-comm-type {kind} cuts attention heads: --num-attention-heads ({heads}) must be "
             f"divisible by --tensor-model-parallel-size ({tp}) x {flag} ({ways}); "
-            "lower one of these or choose --cp-comm-type p2p"
+            f"{lower}choose --cp-comm-type p2p, which takes any number of heads"
         )
 
 

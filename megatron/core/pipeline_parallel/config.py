@@ -126,7 +126,7 @@ class PipelineConfig(Config):
             name = "interleaved" if placement.num_chunks > 1 else "1f1b"
         if placement.num_ranks == 1 and name in ("interleaved", "zb-v"):
             name = "1f1b"  # on one rank every schedule is forward, backward
-        group = self.microbatch_group_size_per_vp_stage
+        group = self.microbatch_group_size_per_vp_stage if placement.num_chunks > 1 else None
         return make_schedule(
             name, placement.num_ranks, num_microbatches, placement.num_chunks, group
         )

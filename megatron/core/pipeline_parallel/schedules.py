@@ -233,10 +233,21 @@ _SIMPLE = {
 
 
 def _check_chunks(name: str, num_chunks: int) -> None:
-    flag = f"--num-virtual-stages-per-pipeline-rank ({num_chunks})"
+    schedule = f"--pipeline-schedule {name}"
+    chunks = "--num-virtual-stages-per-pipeline-rank"
     if name == "interleaved" and num_chunks < 2:
-        raise UserError(f"schedule interleaved needs {flag} to be at least 2; or take 1f1b")
+        raise UserError(
+            f"{schedule} needs several stages per rank, and there is one; give {chunks} 2 or more, "
+            "or --pipeline-schedule 1f1b"
+        )
     if name == "zb-v" and num_chunks != 2:
-        raise UserError(f"schedule zb-v holds two stages per rank, but {flag} says otherwise")
+        raise UserError(
+            f"{schedule} needs two stages per rank, and there would be {num_chunks}; leave out "
+            f"{chunks} and --num-layers-per-virtual-pipeline-stage, or lay out two per rank"
+        )
     if name in ("gpipe", "1f1b", "zb-h1") and num_chunks != 1:
-        raise UserError(f"schedule {name} holds one stage per rank, but {flag} says otherwise")
+        raise UserError(
+            f"{schedule} needs one stage per rank, and there would be {num_chunks}; take "
+            f"--pipeline-schedule interleaved{' or zb-v' * (num_chunks == 2)}, or leave out "
+            f"{chunks} and --num-layers-per-virtual-pipeline-stage"
+        )

@@ -126,9 +126,14 @@ def chunks_per_rank(
         return count // num_ranks
     if layers_per_stage is not None:
         if layers_per_stage < 1 or num_layers % (num_ranks * layers_per_stage):
+            per_rank, rest = divmod(num_layers, num_ranks)
+            fitting = [n for n in range(1, per_rank + 1) if rest == 0 and per_rank % n == 0]
+            near = [n for n in fitting if n <= layers_per_stage][-1:]
+            near += [n for n in fitting if n > layers_per_stage][:1]
+            choices = f"try {' or '.join(map(str, near))}, or " if near else ""
             raise UserError(
                 f"--num-layers ({num_layers}) is not divisible by {SIZE} ({num_ranks}) x "
-                f"{PER_STAGE} ({layers_per_stage}); {PER_RANK} allows uneven stages"
+                f"{PER_STAGE} ({layers_per_stage}); {choices}{PER_RANK}, which allows uneven stages"
             )
         return num_layers // (num_ranks * layers_per_stage)
     if stages_per_rank is not None and stages_per_rank < 1:
@@ -143,7 +148,7 @@ def _accounted(num_layers: int, placement: Placement, embedding: bool, loss: boo
         ends = " + ".join(["", *(["the embedding"] * embedding), *(["the loss"] * loss)])
         raise UserError(
             f"--num-layers ({num_layers}){ends} must be at least {_stages(placement)}; "
-            "lower one of the latter"
+            "raise the former or lower the latter"
         )
     counts = _evenly(total, placement.num_stages)
     counts[0] -= embedding
@@ -207,7 +212,10 @@ def _stages(placement: Placement) -> str:
     words = f"{SIZE} ({placement.num_ranks})"
     if placement.num_chunks == 1:
         return words
-    return f"{placement.num_stages} = {words} x {PER_RANK} ({placement.num_chunks})"
+    chunks = f"{PER_RANK} ({placement.num_chunks})"
+    if placement.shape == "v":
+        chunks = f"{placement.num_chunks} stages per rank, which zb-v needs"
+    return f"{placement.num_stages} = {words} x {chunks}"
 
 
 def _evenly(count: int, parts: int) -> list[int]:
