@@ -104,7 +104,7 @@ def plan(settings: Settings, options: argparse.Namespace) -> tuple[SmallRun, lis
         UserError: the flags make no run, or a named layout cannot hold it.
     """
     if options.all is not None:
-        small = SmallRun(settings.values)
+        small = SmallRun(settings.values, layers_at_least=options.all)
         return small, all_layouts(options.all, small.values["num_layers"])
     layouts = parse_layouts(options.layouts, PROGRAM)
     small = SmallRun(settings.values, max(one.size("pp") * one.size("vpp") for one in layouts))

@@ -23,7 +23,7 @@ VOCABULARY = 61
 """Ids in use, the one that ends documents among them: a prime, so that no layout divides it."""
 ADAM_EPS = 1e-3
 """Far above rounding, as `equality` asks: a gradient of 1e-17 makes a step of 1e-14 of the rate."""
-MOST_LAYERS, MOST_HEADS, HEAD_SIZE, LENGTH = 8, 16, 4, 32
+MOST_LAYERS, MOST_HEADS, HEAD_SIZES, LENGTH = 8, 16, (4, 8, 16, 32), 32
 
 # Of the configs that a layout is about, what is no layout: it stays the user's.
 _KEPT = {
@@ -166,9 +166,7 @@ class SmallRun:
         attention = model.attention
         heads, groups = attention.num_attention_heads, attention.num_query_groups
         heads, groups = _fewer_heads(heads, groups)
-        size = HEAD_SIZE
-        while model.position.is_rotary and model.position.rotated_channels(size) % 2:
-            size *= 2
+        size = next(size for size in (*HEAD_SIZES, attention.kv_channels) if self._rotates(size))
         hidden = heads * size
         self.values |= {"num_attention_heads": heads, "hidden_size": hidden}
         if attention.group_query_attention:
@@ -186,6 +184,12 @@ class SmallRun:
             width = model.mlp.ffn_hidden_size
             unit = math.gcd(width, 48)
             self.values["ffn_hidden_size"] = round_up(width * hidden // model.hidden_size, unit)
+
+    def _rotates(self, head_size: int) -> bool:
+        """Return whether pairs of a head's channels can rotate, if any do."""
+        position = self._user.model.position
+        channels = position.rotated_channels(head_size)
+        return not position.is_rotary or (channels >= 2 and channels % 2 == 0)
 
     def _sequence(self, layout: Layout) -> int:
         """Return a length that the layout divides if it divides the user's, else does not."""

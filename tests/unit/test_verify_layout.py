@@ -1,0 +1,313 @@
+"""The layout check: words, the small run, what is joined and compared, and what the tool says."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.core.utils import UserError
+from megatron.training.arguments import read_settings
+from megatron.training.equality import MadeUp
+from megatron.training.layout_words import all_layouts, parse_layout, parse_layouts
+from megatron.training.outcomes import Outcome, Piece, Share, compare, join
+from megatron.training.small_run import SmallRun
+from megatron.training.worker_pool import RankFailed
+from tools import verify_layout as tool
+
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --ffn-hidden-size 11008 --seq-length 4096 --swiglu "
+    "--max-position-embeddings 4096 --position-embedding-type rope --rotary-base 500000 "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--micro-batch-size 4 --global-batch-size 1024 --bf16 --lr 1e-4 --lr-warmup-iters 500 "
+    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
+    "--num-layers-per-virtual-pipeline-stage 4 --train-iters 500000 --data-path /nowhere/text "
+    "--window-size 1024,0 --save /nowhere --clip-grad 0.5 --seed 7"
+)
+TINY = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --micro-batch-size 1 "
+    "--max-position-embeddings 16"
+)
+ROPE = "--position-embedding-type rope"
+
+
+def small(words: str) -> SmallRun:
+    return SmallRun(read_settings(words.split(), "test").values)
+
+
+def test_words_make_a_layout() -> None:
+    layout = parse_layout("tp2 sp pp3 vpp2 cp4 a2a dp5 1f1b overlap --ddp-bucket-size 7", "test")
+    assert layout.world_size == 2 * 3 * 4 * 5
+    assert layout.values == {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 3,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "context_parallel_size": 4,
+        "cp_comm_type": ("a2a",),
+        "pipeline_schedule": "1f1b",
+        "overlap_grad_reduce": True,
+        "ddp_bucket_size": 7,
+    }
+    two_levels = parse_layout("cp6 a2a+p2p", "test").values
+    assert two_levels["hierarchical_context_parallel_sizes"] == (2, 3)
+    quoted = parse_layout("pp2 --pipeline-model-parallel-layout 'Et|tL'", "test")
+    assert quoted.values["pipeline_model_parallel_layout"] == "Et|tL"
+    assert [one.world_size for one in parse_layouts("tp2; ;pp3 dp2", "test")] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp2 tq4", "'tq4' means nothing"),
+        ("zbv", "did you mean zb-v?"),
+        ("tp2 tp4", "says twice what tp4 says"),
+        ("1f1b zb-v", "says twice what zb-v says"),
+        ("tp0", "tp0: a size must be at least 1"),
+        (" ; ", "names none"),
+        ("pp2 --num-layers 3", "--num-layers is no matter of a layout"),
+        ("pp2 --nonsense 3", "unknown flag: --nonsense"),
+        ("pp2 'open", "No closing quotation"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(text: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_layouts(text, "test")
+    assert said in str(caught.value)
+
+
+def test_all_layouts_are_all() -> None:
+    """Every (tp, cp, pp, dp) whose product is 2 to 6, found by trying; none twice."""
+    found = all_layouts(6, num_layers=4)
+    sizes = [(a.size("tp"), a.size("cp"), a.size("pp"), a.replicas) for a in found]
+    numbers = range(1, 7)
+    tried = {
+        (tp, cp, pp, dp)
+        for tp in numbers
+        for cp in numbers
+        for pp in numbers
+        for dp in numbers
+        if 2 <= tp * cp * pp * dp <= 6
+    }
+    assert set(sizes) == tried and len({one.text for one in found}) == len(found)
+    for layout in found:
+        assert parse_layout(layout.text, "test").world_size == layout.world_size
+        chunks = layout.size("vpp")
+        assert chunks == 1 or layout.size("pp") * chunks <= 4
+    with_more = {one.text for one in found if one.values.get("sequence_parallel")}
+    assert {"tp2 sp", "tp2 pp2 sp vpp2", "tp2 sp dp3"} <= with_more and "cp2 sp" not in with_more
+
+
+def test_a_small_run_has_the_structure_of_the_large_one() -> None:
+    config = small(LLAMA).on(parse_layout("tp2 sp pp2", "test"))
+    model, attention = config.model, config.model.attention
+    assert (attention.num_attention_heads, attention.num_query_groups) == (16, 4)  # 4 to 1, as 32/8
+    assert model.num_layers == 8 and model.hidden_size == 16 * 4 == 16 * attention.kv_channels
+    # 11008 / 4096 of 64, rounded up to what divides 11008 of 48.
+    assert model.mlp.ffn_hidden_size == 176
+    assert model.mlp.swiglu and not model.add_bias_linear and model.position.is_rotary
+    assert model.position.rotary_base == 500000 and model.norm.normalization == "RMSNorm"
+    assert model.untie_embeddings_and_output_weights and attention.window_size == (8, 0)
+    assert config.data.seq_length == 32 and model.position.max_position_embeddings == 32
+    assert config.optimizer.clip_grad == 0.5 and config.training.seed == 7
+    assert config.precision.fp64 and not config.precision.bf16 and not config.checkpoint.save
+    assert model.hidden_dropout == attention.attention_dropout == 0 and config.data.mock_data
+    assert config.total_iterations == 3 and config.learning_schedule.warmup == 0
+    parallel = config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
+    assert config.pipeline.num_layers_per_virtual_pipeline_stage is None
+
+
+def test_a_small_run_is_serial_unless_the_layout_says_otherwise() -> None:
+    run, layout = small(LLAMA), parse_layout("tp2 sp pp2 cp2 dp3", "test")
+    config, reference = run.on(layout), run.reference(layout)
+    assert reference.process.world_size == 1 and config.process.world_size == 24
+    for same in ("model", "optimizer", "data", "tokenizer", "schedule", "batch_sizes"):
+        assert getattr(config, same) == getattr(reference, same)
+    assert config.training.micro_batch_size == reference.training.micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--num-attention-heads 40 --hidden-size 5120", "num_attention_heads", 10),
+        ("--num-attention-heads 12 --hidden-size 768", "num_attention_heads", 12),
+        ("--num-attention-heads 71 --hidden-size 4544", "num_attention_heads", 1),
+        ("--kv-channels 32", "kv_channels", 8),
+        (f"--hidden-size 512 {ROPE} --rotary-percent 0.125", "kv_channels", 16),
+        ("--window-size 3,-1", "window_size", (3, -1)),
+        ("--num-layers 12 --no-rope-freq ([0]*6+[1]*6)", "no_rope_freq", (0,) * 6 + (1,) * 2),
+        ("--num-layers 12 --window-size 4,0 --window-attn-skip-freq 12", "num_layers", 8),
+        ("--seq-length 24 --max-position-embeddings 24", "seq_length", 24),
+        ("--adam-eps 1e-8", "adam_eps", 1e-3),
+        ("--overlap-grad-reduce", "ddp_bucket_size", 2000),
+        (f"--multi-latent-attention {ROPE}", "qk_head_dim", 8),
+    ],
+)
+def test_sizes_shrink_together(words: str, name: str, value: Any) -> None:
+    config = small(f"{TINY} {words}").on(parse_layout("dp2", "test"))
+    assert config.flatten()[name] == value
+
+
+def test_a_sequence_divides_only_where_the_large_one_does() -> None:
+    layout = parse_layout("cp3", "test")
+    assert small(f"{TINY} {ROPE} --seq-length 96").on(layout).data.seq_length % 6 == 0
+    with pytest.raises(UserError, match="--seq-length"):
+        small(f"{TINY} {ROPE} --seq-length 64").on(layout)
+
+
+def test_samples_are_functions_of_their_number() -> None:
+    config = small(f"{TINY} --reset-attention-mask --eod-mask-loss").on(parse_layout("dp2", "test"))
+    samples = tool.case(config).samples
+    assert isinstance(samples, MadeUp) and len(samples) == config.total_samples == 3 * 4
+    one, again, other = samples[3], tool.case(config).samples[3], samples[4]
+    assert all((one[name] == again[name]).all() for name in one)
+    assert (one["tokens"] != other["tokens"]).any()
+    assert len({float(samples[i]["loss_mask"].sum()) for i in range(12)}) > 3
+    assert any(len(samples[i]["cu_seqlens"]) > 2 for i in range(12))
+
+
+def share(*pieces: Piece, losses: Any = (2.0,)) -> Share:
+    shapes = {"w": (2, 2), "b": (2,)}
+    bias = Piece("b", ((0, 2),), np.array([0.5, -1.0]))
+    parts = [*pieces, bias]
+    return Share(
+        losses=[*losses], norms=[1.0], shapes=shapes, gradients=parts, weights=parts, traffic={}
+    )
+
+
+def rows(first: int, *values: list[float]) -> Piece:
+    return Piece("w", ((first, first + len(values)), (0, 2)), np.array(values))
+
+
+def test_boxes_are_joined() -> None:
+    outcome = join([share(rows(0, [1.0, 2.0])), share(rows(1, [3.0, 4.0]))])
+    assert outcome.gradients["w"].tolist() == [[1, 2], [3, 4]] and outcome.disagreement == 0
+    assert outcome.weights["b"].tolist() == [0.5, -1.0]
+    # The overlap of the second rank's box differs by 1/8, of a largest element of 4.
+    both = [share(rows(0, [1.0, 2.0])), share(rows(0, [1.0, 2.125], [3.0, 4.0]))]
+    assert join(both).disagreement == 0.125 / 4
+    assert join([share(rows(0, [1.0, 2.0], [3.0, 4.0]), losses=(2.0,))] * 2).disagreement == 0
+    apart = [share(rows(0, [1.0, 2.0])), share(rows(1, [3.0, 4.0]), losses=(2.5,))]
+    assert join(apart).disagreement == 0.25
+    with pytest.raises(AssertionError, match="w: no rank holds 2 of 4 elements"):
+        join([share(rows(0, [1.0, 2.0]))])
+
+
+def test_differences_are_relative_to_the_largest_element() -> None:
+    reference = join([share(rows(0, [1.0, 2.0], [3.0, 4.0]))])
+
+    def changed(**tensors: list[Any]) -> Outcome:
+        arrays = {name: np.array(value, dtype=float) for name, value in tensors.items()}
+        return replace(reference, gradients={**reference.gradients, **arrays})
+
+    apart = compare(changed(w=[[1, 2], [3, 4.5]]), reference)
+    assert apart.gradients == 0.125 and apart.weights == 0 and apart.worst == "gradient of w"
+    assert not apart.are_equal and compare(reference, reference).are_equal
+    assert compare(replace(reference, losses=[2.2]), reference).loss == pytest.approx(0.1)
+    assert compare(changed(w=[[1, 2], [3, math.nan]]), reference).largest == math.inf
+    assert not compare(replace(reference, losses=[math.nan]), reference).are_equal
+    assert not compare(replace(reference, disagreement=1e-9), reference).are_equal
+    # A tensor of nothing but rounding is compared on the scale of the others.
+    noise = changed(b=[1e-18, 0])
+    assert compare(changed(b=[0, 1e-18]), noise).gradients < 1e-11
+
+
+class NoPool:
+    """Stands where workers would be; `equality.run` is replaced too."""
+
+    def __init__(self, preload: Any = ()) -> None: ...
+
+    def __enter__(self) -> "NoPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[int, Outcome | Exception]:
+    """Give the tool these outcomes, by world size."""
+    found: dict[int, Outcome | Exception] = {}
+
+    def run(pool: Any, one: Any, timeout: float) -> Outcome:
+        world = one.config.process.world_size
+        outcome = found.get(world, found[1])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return replace(outcome, traffic=tool.closed_form(one.config))
+
+    monkeypatch.setattr(tool, "Pool", NoPool)
+    monkeypatch.setattr(tool.equality, "run", run)
+    found[1] = join([share(rows(0, [1.0, 2.0], [3.0, 4.0]))])
+    return found
+
+
+def test_a_row_for_each_layout(
+    outcomes: dict[int, Outcome | Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serial = outcomes[1]
+    assert isinstance(serial, Outcome)
+    outcomes[3] = replace(serial, losses=[2.0 * (1 + 1e-9)])
+    outcomes[4] = RankFailed("rank 2 of 4: it broke")
+    words = [*TINY.split(), "--layouts"]
+    assert tool.main([*words, "tp2 sp; dp8"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("  equal\n") == 2 and "2 equal to 1e-10" in text
+    assert "tp2 sp" in text and text.count("as the closed form") == 2 + 2
+    assert "smaller than yours" not in text
+    assert tool.main([*words, "dp3; tp2"]) == 1
+    text = capsys.readouterr().out
+    assert "1.0e-09" in text and "DIFFERS" in text and "1 equal, 1 not equal" in text
+    assert tool.main([*words, "dp4; tp2"]) == 1
+    assert "FAILED: rank 2 of 4: it broke" in capsys.readouterr().out
+
+
+def test_all_leaves_out_what_does_not_fit(
+    outcomes: dict[int, Outcome | Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([*TINY.split(), "--all", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "tp3" in text and "does not fit: --num-attention-heads (8)" in text
+    assert "left out" in text and "[1/" in text
+
+
+def test_bytes_are_shown_beside_the_closed_form() -> None:
+    """Two replicas sum one bucket: 8 bytes for each of the gradients that both hold."""
+    config = small(TINY).on(parse_layout("dp2", "test"))
+    counted = tool.closed_form(config)
+    (calls, size), rest = counted[0]["dp_cp", "all_reduce"], counted[1]
+    lines = tool.traffic_lines(config, counted)
+    assert lines[0].split() == [*f"dp_cp {2 * size:,} bytes".split(), *lines[0].split()[3:]]
+    assert lines[0].endswith("as the closed form")
+    counted[0] = {**counted[0], ("dp_cp", "all_reduce"): (calls, size - 8)}
+    shown = tool.traffic_lines(config, [counted[0], rest])[0]
+    assert f"{2 * size - 8:,} bytes" in shown and f"closed form: {2 * size:,} bytes" in shown
+    assert shown.endswith("DIFFERS")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{TINY}", "give either --layouts"),
+        (f"{TINY} --all 1", "--all (1) must be at least 2"),
+        (f"{TINY} --all many", "--all"),
+        (f"{TINY} --all 2 --timeout 0", "--timeout (0)"),
+        (f"{TINY} --layouts tp3", "layout 'tp3' of the small run: --num-attention-heads (8)"),
+        (f"{TINY} --layouts pp5", "--num-layers (4)"),
+        (f"{TINY} --layouts zb", "'zb' means nothing"),
+        ("--num-layers 2 --layouts tp2", "required but not given"),
+        (f"{TINY} --no-such-flag 2 --layouts tp2", "unknown flag: --no-such-flag"),
+    ],
+)
+def test_wrong_commands_are_refused(words: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        tool.main(words.split())
+    assert said in str(caught.value)
+
+
+def test_help_lists_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "tpN cpN ppN dpN" in text and "--timeout" in text and "{" not in text
