@@ -39,13 +39,13 @@ TRAINING=(
     --lr 8e-5 --min-lr 8e-7 --lr-decay-style cosine --lr-warmup-iters 8000
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --bf16
 )
-# As in section 3.3.2 a layer's matrices lie over the 8 GPUs of a machine, 16 pipeline ranks hold 8
-# layers each, but one less at either end, and keys are gathered over context ranks. The paper has
-# no context ranks at this length, since its optimizer states are cut over the replicas; here they
-# are whole, and 8 context ranks make room for them.
+# As in section 3.3.2 a layer's matrices lie over the 8 GPUs of a machine, and 16 pipeline ranks
+# hold 8 layers each, but one less at either end. The paper needs no context ranks at this length,
+# since its optimizer states are cut over the replicas; here they are whole, and 8 context ranks
+# make room for them. With an all-to-all torch's fused attention serves.
 LAYOUT=(
     --tensor-model-parallel-size 8 --sequence-parallel
-    --context-parallel-size 8 --cp-comm-type all_gather
+    --context-parallel-size 8 --cp-comm-type a2a
     --pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 4
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
     --overlap-grad-reduce

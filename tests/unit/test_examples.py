@@ -4,6 +4,7 @@ What a script would start is seen by an interpreter of the test's own (`PYTHON`)
 are played by small scripts; the plans are made by the real program.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -79,6 +80,16 @@ def test_a_script_plans_its_layout_at_its_real_size(script: str) -> None:
     largest = re.search(r"largest micro-batch that fits 80 GiB .*: about (\d+)", plan)
     assert largest and int(largest[1]) >= int(batch[1])
     assert "left out" not in plan and "not built" not in plan
+    # The README says what the plan says: the fullest rank, rounded up.
+    totals = re.findall(r"^  (?:rank \d+: )?([\d.]+) GiB = weights", plan, re.MULTILINE)
+    assert len(totals) == sizes.get("pipeline", 1)
+    folder, name = script.split("/")
+    readme = (ROOT / "examples" / folder / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in readme.splitlines() if line.startswith(f"| `{name}` |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[-1] == f"{math.ceil(max(map(float, totals)))} GiB"
+    assert cells[2] == layout[1]
+    assert {axis: int(n) for axis, n in re.findall(r"(\w+) (\d+)(?!\d* stages)", row)} == sizes
 
 
 def test_flags_after_the_script_override_its_own() -> None:
