@@ -25,7 +25,7 @@ ADAM_EPS = 1e-3
 """Far above rounding, as `equality` asks: a gradient of 1e-17 makes a step of 1e-14 of the rate."""
 MOST_LAYERS, MOST_HEADS, HEAD_SIZES, LENGTH = 8, 16, (4, 8, 16, 32), 32
 
-# Of the configs that a layout is about, what is no layout: it stays the user's.
+# What stays the user's: the model, the update rule, the objective, and how ranks communicate.
 _KEPT = {
     *specs(TransformerConfig),
     *specs(OptimizerConfig),
