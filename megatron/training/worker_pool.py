@@ -178,6 +178,7 @@ def _job(
         timeout=timedelta(seconds=timeout),
     )
     try:
+        dist.barrier()  # a body may leave at once, when others are still connecting
         result = body(rank, *arguments)
         if dist.is_initialized():  # else the body has left it, to make one of its own
             # A rank that is done early must not hang up on one that is still connecting.

@@ -164,6 +164,85 @@ def test_flags_without_effect_are_listed_in_one_line() -> None:
         assert flag in line
 
 
+WORKS, SUCCESSOR, NO_EFFECT, REFUSED = "works", "successor", "no effect", "refused"
+OF_PARALLELISM = {
+    "--tp-comm-overlap": WORKS,
+    "--tp-comm-overlap-rs-dgrad": NO_EFFECT,
+    "--disable-tp-comm-bulk-wgrad": NO_EFFECT,
+    "--no-async-tensor-model-parallel-allreduce": NO_EFFECT,
+    "--cross-entropy-loss-fusion": NO_EFFECT,
+    "--cross-entropy-fusion-impl": NO_EFFECT,
+    "--ddp-average-in-collective": NO_EFFECT,
+    "--overlap-grad-reduce": WORKS,
+    "--no-overlap-p2p-communication": WORKS,
+    "--overlap-p2p-communication-warmup-flush": NO_EFFECT,
+    "--delay-wgrad-compute": NO_EFFECT,
+    "--defer-embedding-wgrad-compute": NO_EFFECT,
+    "--high-priority-stream-groups": WORKS,
+    "--nccl-communicator-config-path": WORKS,
+    "--distributed-timeout-minutes": WORKS,
+    "--distributed-timeout-seconds-after-init": WORKS,
+    "--use-nccl-ub": NO_EFFECT,
+    "--disable-gloo-process-groups": NO_EFFECT,
+    "--data-parallel-random-init": REFUSED,
+    "--flight-recorder-dump-path": WORKS,
+    "--disable-flight-recorder-dump-on-timeout": WORKS,
+    "--model-parallel-size": SUCCESSOR,
+    "--DDP-impl": NO_EFFECT,
+    "--rank": WORKS,
+    "--world-size": WORKS,
+    "--dist-url": NO_EFFECT,
+    "--pipeline-model-parallel-comm-backend": NO_EFFECT,
+    "--cp-comm-type": WORKS,
+    "--cp-partition-mode": REFUSED,
+    "--context-parallel-algo": SUCCESSOR,
+    "--enable-zero-bubble": SUCCESSOR,
+    "--enable-zbh1-pipeline": SUCCESSOR,
+    "--deallocate-pipeline-outputs": WORKS,
+    "--no-align-param-gather": NO_EFFECT,
+    "--no-scatter-gather-tensors-in-pipeline": NO_EFFECT,
+    "--overlap-param-gather": NO_EFFECT,
+    "--use-tp-pp-dp-mapping": WORKS,
+    "--decoder-first-pipeline-num-layers": WORKS,
+    "--pipeline-model-parallel-layout": WORKS,
+    "--num-layer-list": REFUSED,
+}
+
+
+@pytest.mark.parametrize("flag", OF_PARALLELISM)
+def test_flags_of_parallelism_have_the_status_that_is_true(flag: str) -> None:
+    row = BY_FLAG.get(normalise(flag))
+    assert (row.status if row else WORKS) == OF_PARALLELISM[flag]
+    assert (normalise(flag) in DECLARED) == (row is None)
+
+
+def test_no_flag_is_excused_by_there_being_one_process() -> None:
+    excuses = ("one process", "several ranks", "size above 1", "splits the backward")
+    assert [row.flag for row in TABLE.values() if any(text in row.why for text in excuses)] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "value"),
+    [
+        ("--enable-zero-bubble", "pipeline_schedule", "zb-h1"),
+        ("--enable-zbh1-pipeline", "pipeline_schedule", "zb-h1"),
+        ("--context-parallel-algo ulysses_cp_algo", "cp_comm_type", ("a2a",)),
+        ("--context-parallel-algo megatron_cp_algo", "cp_comm_type", ("p2p",)),
+        ("--model-parallel-size 2", "tensor_model_parallel_size", 2),
+    ],
+)
+def test_other_programs_names_of_parallelism(old: str, name: str, value: object) -> None:
+    parsed = parse(f"{BASE} {old}".split(), world_size=4)
+    assert parsed.config.flatten()[name] == value
+    assert parsed.renamed[0].startswith(f"{old} -> ")
+
+
+def test_one_way_to_cut_a_sequence() -> None:
+    assert run("--cp-partition-mode zigzag").no_effect == ("--cp-partition-mode zigzag",)
+    with pytest.raises(UserError, match="leave it out: zigzag"):
+        run("--cp-partition-mode contiguous")
+
+
 def test_all_refused_flags_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
         run("--fp16 --num-experts 8 --zero-stage 1 --deepspeed --deepspeed_config ds.json")
