@@ -131,7 +131,8 @@ class Check:
             layouts: to check.
             skips: leave out those that the run does not fit.
         """
-        start, counts = time.monotonic(), {"equal": 0, "not equal": 0, "left out": 0}
+        equal = f"equal to {TOLERANCE:g}"
+        start, counts = time.monotonic(), {equal: 0, "not equal": 0, "left out": 0}
         head = f"{'loss':>8} {'gradients':>9} {'norm':>8} {'weights':>8}"
         say(f"{'':>9} {'layout':<{self.width}} {'world':>5} {head}")
         for number, layout in enumerate(layouts, 1):
@@ -144,9 +145,9 @@ class Check:
                 counts["left out"] += 1
                 say(f"{row} does not fit: {error}")
                 continue
-            counts["equal" if self._row(row, layout, config) else "not equal"] += 1
+            counts[equal if self._row(row, layout, config) else "not equal"] += 1
         counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        say(f"{counted} to {TOLERANCE:g}, {time.monotonic() - start:.0f} s")
+        say(f"{counted}; {time.monotonic() - start:.0f} s")
         return 1 if counts["not equal"] else 0
 
     def _row(self, row: str, layout: Layout, config: RunConfig) -> bool:

@@ -259,7 +259,7 @@ def test_a_row_for_each_layout(
     assert "smaller than yours" not in text
     assert tool.main([*words, "dp3; tp2"]) == 1
     text = capsys.readouterr().out
-    assert "1.0e-09" in text and "DIFFERS" in text and "1 equal, 1 not equal" in text
+    assert "1.0e-09" in text and "DIFFERS" in text and "1 equal to 1e-10, 1 not equal" in text
     assert tool.main([*words, "dp4; tp2"]) == 1
     assert "FAILED: rank 2 of 4: it broke" in capsys.readouterr().out
 
