@@ -4,18 +4,16 @@ The largest are started by torchrun, as users do, which costs a start of the int
 eight processes; the others are whole runs of the program too, on ranks of the worker pool.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import pretrain_gpt
 from tests.harness import Pool
-from tests.programs import ROOT, free_port, launch
+from tests.programs import ROOT, Rows, assert_rows_equal, free_port, launch, metrics
 from tools import preprocess_data
 
 TOKENIZER = (
@@ -32,7 +30,6 @@ RUN = (
     "--fp64 --device cpu"
 )
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-TIMED = ("elapsed_ms", "tokens_per_second", "memory_bytes", "throughput", "mfu")
 
 
 @pytest.fixture(scope="module")
@@ -49,35 +46,18 @@ def flags(corpus: str, folder: Path) -> list[str]:
     return [*words.split(), "--metrics-file", str(folder / "metrics.jsonl")]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [{name: row[name] for name in row if name not in TIMED} for row in found]
-
-
 @pytest.fixture(scope="module")
-def serial(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def serial(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Return the rows of one process: three iterations, evaluated after two and at the end."""
     folder = tmp_path_factory.mktemp("serial")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE"):
             patch.delenv(name, raising=False)
         assert pretrain_gpt.main(flags(corpus, folder)) == 0
-    found = rows(folder)
+    found = metrics(folder / "metrics.jsonl")
     assert [row.get("split") for row in found] == [None, None, "valid", None, "valid"]
     assert found[0]["lm_loss"] > found[3]["lm_loss"] and found[0]["grad_norm"] > 0
     return found
-
-
-def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Compare all that a metrics file says, but times and memory."""
-    assert len(found) == len(expected)
-    for here, there in zip(found, expected, strict=True):
-        assert here.keys() == there.keys()
-        for name, value in there.items():
-            if isinstance(value, float):
-                value = pytest.approx(value, rel=1e-10, abs=0)
-            assert here[name] == value, f"{name} of iteration {there['iteration']}"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +72,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     ids=["tp2 pp2 dp2", "tp2 cp2 pp2"],
 )
 def test_eight_processes_of_torchrun(
-    corpus: str, serial: list[dict[str, Any]], tmp_path: Path, layout: str
+    corpus: str, serial: Rows, tmp_path: Path, layout: str
 ) -> None:
     launcher = f"-m torch.distributed.run --nproc-per-node 8 --master-port {free_port()}"
     words = [*launcher.split(), str(ROOT / "pretrain_gpt.py"), *flags(corpus, tmp_path)]
@@ -105,7 +85,7 @@ def test_eight_processes_of_torchrun(
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert_equal(rows(tmp_path), serial)
+    assert_rows_equal(metrics(tmp_path / "metrics.jsonl"), serial)
     # One rank prints.
     assert ended.stdout.count("iteration        3/       3 |") == 1
 
@@ -124,7 +104,7 @@ def test_eight_processes_of_torchrun(
 def test_other_layouts(
     pool: Pool,
     corpus: str,
-    serial: list[dict[str, Any]],
+    serial: Rows,
     tmp_path: Path,
     world: int,
     layout: str,
@@ -133,4 +113,4 @@ def test_other_layouts(
     ended = launch(pool, world, "pretrain_gpt", *words, folder=tmp_path)
     assert [one.code for one in ended] == [0] * world
     assert not any(one.out for one in ended[1:])
-    assert_equal(rows(tmp_path), serial)
+    assert_rows_equal(metrics(tmp_path / "metrics.jsonl"), serial)
