@@ -6,7 +6,7 @@ are what a schedule has alive at its fullest moment, see `activations` and `pipe
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.optimizer import memory
 from megatron.training import accounting, activations, pipeline_plan
@@ -84,6 +84,12 @@ class MemoryPlan:
             activations.footprint(config, self.padded_rows, stage, samples)
             for stage in config.stages
         ]
+        if placement.shape == "v":
+            # At the turn a stage's input is the other's output, which nobody frees after sending.
+            turn, shared = placement.num_ranks, activations.Share(config, samples).stream
+            for position, moved in ((turn - 1, shared), (turn, -shared)):
+                kept = prints[position].kept + moved
+                prints[position] = replace(prints[position], kept=kept)
         found = []
         for rank, moments in enumerate(pipeline_plan.alive(config.pipeline, placement, count)):
             mine = [prints[position] for position in placement.positions(rank)]

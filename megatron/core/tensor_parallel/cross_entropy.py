@@ -70,7 +70,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        exp_Nv, total_N, target_N1 = ctx.saved_tensors
+        # Without its history: this becomes the gradient, which a postponed closure may hold on to.
+        exp_Nv, total_N, target_N1 = (saved.detach() for saved in ctx.saved_tensors)
         rows, smoothing, grad_N = ctx.rows, ctx.smoothing, grads[0].to(exp_Nv.dtype)
         valid_Nv = exp_Nv[:, : rows.valid]
         # grad * softmax, in the same storage; a second backward through it is a bug.

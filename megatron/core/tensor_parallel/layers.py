@@ -77,7 +77,8 @@ class _Linear(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x_SBI,) = ctx.saved_tensors
+        # Without its history, through which a postponed closure would hold on to the stage's input.
+        x_SBI = ctx.saved_tensors[0].detach()
         weight_OI, bias_O = ctx.weight_OI, ctx.bias_O
         axis, grad_SBO = ctx.axis, grads[0].contiguous()
         dx_SBI = dw_OI = db_O = pending = None
@@ -121,7 +122,7 @@ class _RowScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x_SBi,) = ctx.saved_tensors
+        x_SBi = ctx.saved_tensors[0].detach()  # as in `_Linear`
         weight_Oi, axis = ctx.weight_Oi, ctx.axis
         grad_SBO, dx_SBi = overlap.gather_product(grads[0], weight_Oi, axis)
         dw_Oi = None

@@ -1,0 +1,143 @@
+"""What ranks of a layout keep: planned bytes against what autograd saves while they run."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core import rng
+from megatron.core.mesh import Mesh
+from megatron.core.models.mtp import Ahead
+from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
+from megatron.core.rng import DropoutKey
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.training import activations, equality, setup
+from megatron.training.arguments import parse
+from megatron.training.config import RunConfig
+from megatron.training.equality import Case
+from megatron.training.memory_plan import MemoryPlan
+from megatron.training.pretrain import Program
+from tests.harness import Pool
+from tests.saved_bytes import metering
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 96 --micro-batch-size 2 "
+    "--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 99 "
+    "--device cpu --dry-run"
+)
+ROPE = "--position-embedding-type rope --group-query-attention --num-query-groups 2"
+NONE = "--position-embedding-type none"
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --kv-lora-rank 20 --q-lora-rank 24"
+)
+TP2, CP2, PP2 = (
+    f"--dry-run-world-size 2 --{kind}-parallel-size 2"
+    for kind in ("tensor-model", "context", "pipeline-model")
+)
+FLAT = {
+    "tp2": TP2,
+    "tp2 sp": f"{TP2} --sequence-parallel --bf16",
+    "tp2 sp, latents": f"{TP2} --sequence-parallel {LATENT}",
+    "tp2, ahead": f"{TP2} {ROPE} --mtp-num-layers 2",
+    "tp2 sp, ahead": f"{TP2} --sequence-parallel --bf16 {LATENT} --mtp-num-layers 1",
+    "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
+    "ring": f"{CP2} {ROPE}",
+    "ring in bf16": f"{CP2} --bf16 --qk-layernorm",
+    "ring with a window": f"{CP2} --window-size 20,0",
+    "ring under a soft cap": f"{CP2} --attention-softcap 30",
+    "ring, latents": f"{CP2} {LATENT}",
+    "all-gather": f"{CP2} --cp-comm-type all_gather --swiglu",
+    "all-to-all": f"{CP2} --cp-comm-type a2a {ROPE}",
+    "all-to-all in bf16": f"{CP2} --cp-comm-type a2a --bf16",
+    "all-to-all by layer": f"{CP2} --cp-comm-type a2a p2p all_gather a2a",
+    "two levels": "--dry-run-world-size 4 --context-parallel-size 4 --cp-comm-type a2a+p2p "
+    "--hierarchical-context-parallel-sizes 2 2",
+    "tp2 sp cp2": "--dry-run-world-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+    f"--context-parallel-size 2 {ROPE}",
+}
+SCHEDULES = {
+    "gpipe": "--pipeline-schedule gpipe",
+    "1f1b": "",
+    "interleaved": "--num-virtual-stages-per-pipeline-rank 2",
+    "zb-h1": "--pipeline-schedule zb-h1",
+    "zb-v": "--pipeline-schedule zb-v",
+    "laid out": "--pipeline-model-parallel-layout Ettt||t|L",
+    "ahead": f"{NONE} --mtp-num-layers 2 --pipeline-schedule zb-h1",
+    "ahead, laid out": f"{NONE} --mtp-num-layers 1 --pipeline-model-parallel-layout Ettt||t|mL",
+}
+WITHIN = 0.001
+
+
+def config(text: str) -> RunConfig:
+    return parse(f"{SMALL} {text}".split()).config
+
+
+def mesh_of(run: RunConfig) -> Mesh:
+    return setup.connected_mesh(run, torch.device("cpu"))
+
+
+def one_forward(rank: int, run: RunConfig) -> int:
+    """Return the bytes that one microbatch saves on a rank that holds all layers."""
+    mesh, samples = mesh_of(run), run.training.micro_batch_size
+    local = run.data.seq_length // mesh.cp.size
+    vocabulary = resolve_vocabulary(run.tokenizer, 100, mesh.tp.size)
+    (chunk,) = pretrain_gpt.build_model(run, mesh, vocabulary, run.stages)
+    rng.initialize(chunk, 1)
+    known = list(chunk.parameters())
+    if chunk.rotary is not None:
+        known += chunk.rotary(local, None)
+    tokens, labels = (torch.randint(0, 100, (samples, local)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch, metering(known, patch) as meter:
+        key = DropoutKey(1, 1, 1, mesh.cp.coordinate)
+        losses = chunk(tokens, labels, dropout=key, ahead=ahead(run, samples, local))
+        total = (losses * torch.ones_like(losses)).sum()
+    assert total.requires_grad
+    return meter.now
+
+
+def ahead(run: RunConfig, samples: int, local: int) -> Ahead | None:
+    """Return tokens and labels for every depth of multi-token prediction."""
+    depths = run.model.mtp.depths
+    if not depths:
+        return None
+    return Ahead(*(torch.randint(0, 100, (samples, local, depths)) for _ in range(3)))
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_planned_bytes_are_those_that_autograd_saves(pool: Pool, name: str) -> None:
+    run = config(FLAT[name])
+    rows = resolve_vocabulary(run.tokenizer, 100, run.parallel.tensor_model_parallel_size)
+    planned = activations.footprint(run, rows.padded_rows, run.stages[0], 2).kept
+    measured = pool.run(run.process.world_size, one_forward, run)
+    # The first ranks of a ring see less where a window would reach before the sample.
+    assert planned == pytest.approx(max(measured), rel=WITHIN)
+
+
+def one_iteration(rank: int, run: RunConfig) -> int:
+    """Return the most bytes that are saved at once on a rank during an iteration."""
+    program = Program(
+        build_model=pretrain_gpt.build_model,
+        build_datasets=pretrain_gpt.build_datasets,
+        forward_step=pretrain_gpt.forward_step,
+    )
+    with pytest.MonkeyPatch.context() as patch, metering([], patch) as meter:
+
+        def build(*arguments: Any) -> Optimizer:
+            optimizer = build_optimizer(*arguments)
+            for buffer in optimizer.data_parallel.buffers:
+                meter.ignore([buffer.data, buffer.grad])
+            return optimizer
+
+        patch.setattr(equality, "build_optimizer", build)
+        equality.train(Case(config=run, program=program, vocabulary=100), mesh_of(run))
+    return meter.most
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_fullest_moment_of_a_schedule(pool: Pool, name: str) -> None:
+    run = config(f"{PP2} {SCHEDULES[name]} --global-batch-size 10")
+    plan = MemoryPlan(run, resolve_vocabulary(run.tokenizer, 100, 1).padded_rows)
+    for planned, measured in zip(plan.ranks(), pool.run(2, one_iteration, run), strict=True):
+        assert planned.activations == pytest.approx(measured, rel=WITHIN)
