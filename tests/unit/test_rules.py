@@ -265,6 +265,18 @@ def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
     ("text", "idle"),
     [
         ("--save-interval 10", "--save-interval (no --save)"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers-per-virtual-pipeline-stage (--pipeline-model-parallel-size is 1)",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 3",
+            "--num-virtual-stages-per-pipeline-rank (--pipeline-model-parallel-size is 1)",
+        ),
+        (
+            "--pipeline-model-parallel-layout Ett|ttL",
+            "--pipeline-model-parallel-layout (--pipeline-model-parallel-size is 1)",
+        ),
         ("--pipeline-schedule zb-v", "--pipeline-schedule (--pipeline-model-parallel-size is 1)"),
         ("--no-overlap-p2p-communication", "--overlap-p2p-communication (--pipeline"),
         ("--account-for-loss-in-pipeline-split", "--account-for-loss-in-pipeline-split (--pipe"),
@@ -450,8 +462,6 @@ def test_what_a_layout_does_not_decide_names_none() -> None:
 @pytest.mark.parametrize(
     ("layout", "flags", "parts"),
     [
-        ("1:", "--num-layers-per-virtual-pipeline-stage 2", ("size (1) with 2 stages per rank",)),
-        ("1:", "--num-virtual-stages-per-pipeline-rank 2", ("--num-virtual-stages", "drop")),
         ("2: pp2", "--pipeline-schedule interleaved", ("-stages-per-pipeline-rank 2", "1f1b")),
         (
             "2: pp2",
@@ -467,7 +477,11 @@ def test_what_a_layout_does_not_decide_names_none() -> None:
         (
             "2: pp2",
             "--num-layers 10 --num-layers-per-virtual-pipeline-stage 3",
-            ("--num-layers (10)", "--num-layers-per-virtual-pipeline-stage (3)", "try 1 or 5"),
+            (
+                "--num-layers (10)",
+                "--num-layers-per-virtual-pipeline-stage (3)",
+                "per-virtual-pipeline-stage 1 or 5, or",
+            ),
         ),
         (
             "4: pp4",
@@ -510,6 +524,12 @@ def test_what_does_not_go_with_a_layout_says_what_does(
         # Uneven stages.
         ("3: pp3", "--num-layers 7 --pipeline-schedule zb-h1"),
         ("2: pp2", "--pipeline-model-parallel-layout Et|tttL"),
+        # Both ends count as layers: 6 + 2 in stages of two.
+        (
+            "2: pp2",
+            "--num-layers 6 --num-layers-per-virtual-pipeline-stage 2 "
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        ),
         # A group of microbatches counts only where a rank holds several stages.
         ("4: pp4", "--microbatch-group-size-per-virtual-pipeline-stage 2"),
         # Dropout, documents and kinds of softmax under context parallelism.

@@ -68,12 +68,18 @@ class PipelineConfig(Config):
     def placement(self, num_layers: int, num_ranks: int) -> Placement:
         """Return where the stages of a model live.
 
+        One rank holds all layers as one stage, whatever is said of stages.
+
         Raises:
             UserError: the stages do not divide, or do not go with the schedule.
         """
+        if num_ranks == 1:
+            return Placement(1)
+        ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         chunks = chunks_per_rank(
             num_layers,
             num_ranks,
+            counted_ends=sum(ends),
             layers_per_stage=self.num_layers_per_virtual_pipeline_stage,
             stages_per_rank=self.num_virtual_stages_per_pipeline_rank,
             layout=self.pipeline_model_parallel_layout,
@@ -84,34 +90,37 @@ class PipelineConfig(Config):
                 self.num_virtual_stages_per_pipeline_rank,
                 self.pipeline_model_parallel_layout,
             )
-            if num_ranks > 1 and counts == (None, None, None):
+            if counts == (None, None, None):
                 chunks = 2  # what the schedule is made for
             if chunks == 2:
                 return Placement(num_ranks, 2, "v")
-        if chunks > 1 and num_ranks == 1:
-            raise UserError(
-                f"--pipeline-model-parallel-size (1) with {chunks} stages per rank: one rank holds "
-                "all layers as one stage; drop --num-virtual-stages-per-pipeline-rank, "
-                "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout"
-            )
         return Placement(num_ranks, chunks)
 
     def stages(self, num_layers: int, num_ranks: int, mtp_num_layers: int = 0) -> list[Stage]:
         """Return every stage of a model, by position.
 
         Raises:
-            UserError: the layers cannot be split so.
+            UserError: the layers cannot be split so, or layers of multi-token prediction stand
+                apart from the head, which they need.
         """
-        return plan_stages(
+        stages = plan_stages(
             num_layers,
             self.placement(num_layers, num_ranks),
             first=self.decoder_first_pipeline_num_layers,
             last=self.decoder_last_pipeline_num_layers,
             account_for_embedding=self.account_for_embedding_in_pipeline_split,
             account_for_loss=self.account_for_loss_in_pipeline_split,
-            layout=self.pipeline_model_parallel_layout,
+            layout=self.pipeline_model_parallel_layout if num_ranks > 1 else None,
             mtp_num_layers=mtp_num_layers,
         )
+        for number, stage in enumerate(stages):
+            if stage.num_mtp_layers and not stage.is_last:
+                raise UserError(
+                    f"--pipeline-model-parallel-layout {self.pipeline_model_parallel_layout!r}: "
+                    f"stage {number} holds m without the head, which every such layer needs; put "
+                    f"{'m' * mtp_num_layers}L at the end, in the last stage"
+                )
+        return stages
 
     def schedule(self, placement: Placement, num_microbatches: int) -> Schedule:
         """Return the actions of all ranks for an iteration; the same object for equal arguments.

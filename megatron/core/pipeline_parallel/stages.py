@@ -97,6 +97,7 @@ def chunks_per_rank(
     num_layers: int,
     num_ranks: int,
     *,
+    counted_ends: int = 0,
     layers_per_stage: int | None = None,
     stages_per_rank: int | None = None,
     layout: str | None = None,
@@ -106,6 +107,7 @@ def chunks_per_rank(
     Args:
         num_layers: of the model.
         num_ranks: ranks along the pipeline.
+        counted_ends: how many of embedding and loss count as a layer.
         layers_per_stage: ``--num-layers-per-virtual-pipeline-stage``.
         stages_per_rank: ``--num-virtual-stages-per-pipeline-rank``.
         layout: ``--pipeline-model-parallel-layout``.
@@ -125,17 +127,20 @@ def chunks_per_rank(
             )
         return count // num_ranks
     if layers_per_stage is not None:
-        if layers_per_stage < 1 or num_layers % (num_ranks * layers_per_stage):
-            per_rank, rest = divmod(num_layers, num_ranks)
+        total = num_layers + counted_ends
+        if layers_per_stage < 1 or total % (num_ranks * layers_per_stage):
+            per_rank, rest = divmod(total, num_ranks)
             fitting = [n for n in range(1, per_rank + 1) if rest == 0 and per_rank % n == 0]
             near = [n for n in fitting if n <= layers_per_stage][-1:]
             near += [n for n in fitting if n > layers_per_stage][:1]
-            choices = f"try {' or '.join(map(str, near))}, or " if near else ""
+            choices = f"{PER_STAGE} {' or '.join(map(str, near))}, or " if near else ""
+            ends = f" + {counted_ends} for its ends" if counted_ends else ""
             raise UserError(
-                f"--num-layers ({num_layers}) is not divisible by {SIZE} ({num_ranks}) x "
-                f"{PER_STAGE} ({layers_per_stage}); {choices}{PER_RANK}, which allows uneven stages"
+                f"--num-layers ({num_layers}){ends} is not divisible by {SIZE} ({num_ranks}) x "
+                f"{PER_STAGE} ({layers_per_stage}); try {choices}{PER_RANK}, which allows "
+                "uneven stages"
             )
-        return num_layers // (num_ranks * layers_per_stage)
+        return total // (num_ranks * layers_per_stage)
     if stages_per_rank is not None and stages_per_rank < 1:
         raise UserError(f"{PER_RANK} ({stages_per_rank}) must be at least 1")
     return stages_per_rank or 1
