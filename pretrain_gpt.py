@@ -75,9 +75,10 @@ def forward_step(
     ``x_SBH`` is what the stage before returned; a stage between the ends may get an empty batch.
     """
     from megatron.core.kernels.attention import Packing
+    from megatron.core.models.mtp import Ahead
     from megatron.training.objective import TokenLosses
 
-    bounds = batch.get("cu_seqlens")
+    bounds, ahead = batch.get("cu_seqlens"), Ahead.of(batch)
     out = model(
         batch.get("tokens"),
         batch.get("labels"),
@@ -85,8 +86,16 @@ def forward_step(
         position_ids_BS=batch.get("position_ids"),
         packing=None if bounds is None else Packing(bounds),
         dropout=dropout,
+        ahead=ahead,
     )
-    return TokenLosses(out, batch["loss_mask"]) if model.stage.is_last else out
+    if not model.stage.is_last:
+        return out
+    if ahead is None:
+        return TokenLosses(out, batch["loss_mask"])
+    main, *further = out
+    masked = zip(further, ahead.mask_BSK.unbind(-1), strict=True)
+    auxiliary = dict(zip(model.config.mtp.loss_weights, masked, strict=True))
+    return TokenLosses(main, batch["loss_mask"], auxiliary)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.plan import layer_plan
+from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training import accounting_mla
 from megatron.training.config import RunConfig
 
@@ -67,33 +67,57 @@ def stage_parameters(
     # Where ranks see different tokens, gradients of what each holds whole are partial.
     parted = ("tp",) if sequence_parallel and tp > 1 else ()
     untied, meet = model.untie_embeddings_and_output_weights, stage.other_end_is_here
-    tied = not (untied or meet or (stage.is_first and stage.is_last))
-    if stage.is_first:
-        vocabulary = (padded_rows // tp, hidden)
+    ends_apart = not (meet or (stage.is_first and stage.is_last))
+    tied = ends_apart and not untied
+    vocabulary = (padded_rows // tp, hidden)
+    # Layers of multi-token prediction need the embedding at the model's end too.
+    ahead = stage.num_mtp_layers > 0 and not stage.is_first
+    if stage.is_first or (ahead and not meet):
         name = "embedding.word_embeddings.weight"
-        apart = meet and not untied
-        yield ParameterShape(name, vocabulary, "word embedding", tied=tied, apart=apart)
+        copied = tied or (ends_apart and model.mtp.depths > 0)
+        apart = meet and (not untied or model.mtp.depths > 0)
+        yield ParameterShape(name, vocabulary, "word embedding", tied=copied, apart=apart)
+    if stage.is_first:
         if model.position.position_embedding_type == "learned_absolute":
             table = (model.position.max_position_embeddings, hidden)
             name = "embedding.position_embeddings.weight"
             yield ParameterShape(name, table, "position embedding", parted)
     plan = layer_plan(model)
     for number in stage.layers:
-        for sublayer in plan[number].sublayers:
-            prefix = f"decoder.layers.{number}"
-            yield from _norm(model, f"{prefix}.{sublayer.norm_name}", hidden, parted)
-            block = f"{prefix}.{sublayer.block_name}"
-            if sublayer.kind == "mlp":
-                yield from _mlp(model, block, tp, parted)
-            elif sublayer.kind == "multi_latent_attention":
-                yield from _latent_attention(model, block, tp, parted)
-            else:
-                yield from _attention(model, block, tp, parted)
+        yield from _layer(model, f"decoder.layers.{number}", plan[number], tp, parted)
     if stage.is_last:
         yield from _norm(model, "decoder.final_layernorm", hidden, parted)
-        if untied or tied:
-            shape = (padded_rows // tp, hidden)
-            yield ParameterShape("output_layer.weight", shape, "output head", tied=tied)
+        if untied or (tied and not ahead):
+            yield ParameterShape("output_layer.weight", vocabulary, "output head", tied=tied)
+    for depth in range(stage.num_mtp_layers):
+        yield from _mtp_layer(model, depth, tp, parted)
+
+
+def _layer(
+    model: TransformerConfig, name: str, plan: LayerPlan, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    for sublayer in plan.sublayers:
+        yield from _norm(model, f"{name}.{sublayer.norm_name}", model.hidden_size, parted)
+        block = f"{name}.{sublayer.block_name}"
+        if sublayer.kind == "mlp":
+            yield from _mlp(model, block, tp, parted)
+        elif sublayer.kind == "multi_latent_attention":
+            yield from _latent_attention(model, block, tp, parted)
+        else:
+            yield from _attention(model, block, tp, parted)
+
+
+def _mtp_layer(
+    model: TransformerConfig, depth: int, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    name, hidden = f"mtp.layers.{depth}", model.hidden_size
+    yield from _norm(model, f"{name}.enorm", hidden, parted)
+    yield from _norm(model, f"{name}.hnorm", hidden, parted)
+    shape = (hidden, 2 * hidden)
+    yield ParameterShape(f"{name}.eh_proj.weight", shape, "prediction ahead", parted)
+    plan = mtp_layer_plan(model, depth)
+    yield from _layer(model, f"{name}.transformer_layer", plan, tp, parted)
+    yield from _norm(model, f"{name}.final_layernorm", hidden, parted)
 
 
 def _norm(
@@ -164,7 +188,8 @@ def _mlp(
 def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
     """Return the parameters of the whole model by kind, for a vocabulary of ``rows`` rows."""
     counts: Counter[str] = Counter()
-    for parameter in stage_parameters(model, rows, Stage(range(model.num_layers))):
+    whole = Stage(range(model.num_layers), num_mtp_layers=model.mtp.depths)
+    for parameter in stage_parameters(model, rows, whole):
         counts[parameter.kind] += parameter.numel
     return dict(counts)
 
@@ -189,7 +214,10 @@ def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int
     if model.mla.multi_latent_attention:
         mixer = accounting_mla.multiply_adds(model, seq_length)
     mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
-    per_token = model.num_layers * (mixer + mlp) + hidden * padded_rows
+    depths = model.mtp.depths
+    ahead = depths * (3 * hidden + 2 * hidden * hidden)  # norms and eh_proj
+    per_token = (model.num_layers + depths) * (mixer + mlp) + ahead
+    per_token += (1 + depths) * hidden * padded_rows
     return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
 
 

@@ -24,7 +24,7 @@ from functools import cached_property
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.transformer.plan import layer_plan
+from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training import accounting_mla, attention_bytes
 from megatron.training.attention_bytes import Heads, Piece
 from megatron.training.config import RunConfig
@@ -128,6 +128,8 @@ def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -
     if stage.is_last:
         logits = share.tokens * (padded_rows // share.tp)
         parts.append(_head(share, logits))
+        for depth in range(stage.num_mtp_layers):
+            parts += [*_ahead(share, depth), _head(share, logits)]
         working = logits * share.size if share.size != share.main else 0
     if not (stage.layers or stage.is_first or stage.is_last):
         parts.append((share.stream, 0))  # it hands on what it gets, and keeps it
@@ -136,14 +138,27 @@ def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -
 
 def _layers(share: Share, stage: Stage) -> Iterator[tuple[int, int]]:
     """Yield (kept, postponed) of each sub-layer, and of what the layers have in common."""
-    parts = {"mlp": _mlp, "self_attention": _attention, "multi_latent_attention": _latents}
     plan = layer_plan(share.config.model)
     for number in stage.layers:
-        for sublayer in plan[number].sublayers:
-            kept, postponed = parts[sublayer.kind](share, number)
-            # The norm's input, the block's input and the residual's mask.
-            yield share.norm + share.stream + share.masks + kept, share.stream + postponed
+        yield from _layer(share, plan[number])
     yield share.tokens * _rotated(share, stage) * share.main, 0
+
+
+def _layer(share: Share, plan: LayerPlan) -> Iterator[tuple[int, int]]:
+    """Yield (kept, postponed) of each sub-layer of one layer."""
+    parts = {"mlp": _mlp, "self_attention": _attention, "multi_latent_attention": _latents}
+    for sublayer in plan.sublayers:
+        kept, postponed = parts[sublayer.kind](share, plan.number)
+        # The norm's input, the block's input and the residual's mask.
+        yield share.norm + share.stream + share.masks + kept, share.stream + postponed
+
+
+def _ahead(share: Share, depth: int) -> Iterator[tuple[int, int]]:
+    """Yield (kept, postponed) of a layer of multi-token prediction up to its last norm."""
+    # The norm of the hidden states has an input that the head keeps already.
+    norms = share.norm + share.outer * share.statistics
+    yield _embedding(share) + norms + 2 * share.stream, 3 * share.stream
+    yield from _layer(share, mtp_layer_plan(share.config.model, depth))
 
 
 def _rotated(share: Share, stage: Stage) -> int:
@@ -152,8 +167,9 @@ def _rotated(share: Share, stage: Stage) -> int:
     if not share.config.data.reset_position_ids:
         return 0  # cosines and sines are made once and for all
     if model.mla.multi_latent_attention:
-        return model.mla.qk_pos_emb_head_dim if stage.layers else 0
-    rotates = any(map(model.position.layer_rotates, stage.layers))
+        return model.mla.qk_pos_emb_head_dim if stage.layers or stage.num_mtp_layers else 0
+    numbers = [*stage.layers, *range(stage.num_mtp_layers)]
+    rotates = any(map(model.position.layer_rotates, numbers))
     return model.position.rotated_channels(model.attention.kv_channels) if rotates else 0
 
 

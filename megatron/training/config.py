@@ -406,7 +406,7 @@ class RunConfig(Config):
     def stages(self) -> list[Stage]:
         """Return every stage of the pipeline, by position."""
         ranks = self.parallel.pipeline_model_parallel_size
-        return self.pipeline.stages(self.model.num_layers, ranks)
+        return self.pipeline.stages(self.model.num_layers, ranks, self.model.mtp.depths)
 
     @property
     def sequence_shares(self) -> int:

@@ -122,7 +122,7 @@ def train(case: Case, mesh: Mesh) -> Share:
             result = step.run(plan, batches.take(count), count, nominal, seen)
         traffic = {key: (counted.calls[key], counted.bytes[key]) for key in counted.calls}
         assert result.grad_norm is not None, f"iteration {iteration} was skipped"
-        losses.append(result.totals.loss)
+        losses += [result.totals.loss, *result.totals.auxiliary_losses.values()]
         norms.append(float(result.grad_norm))
         consumed += size
     return Share(

@@ -78,7 +78,8 @@ class Evaluator:
         sums = self._passes.accumulator()
         self._passes.evaluate(held_out.batches.take(held_out.count), held_out.count, sums)
         held_out.consumed_samples += held_out.samples
-        return {LOSS: sums.reduce().loss}
+        totals = sums.reduce()
+        return {LOSS: totals.loss, **totals.auxiliary_losses}
 
 
 class HeldOut:

@@ -35,6 +35,9 @@ from megatron.training.shared import from_first
 Stream = Callable[[int, str], None]
 """Called with (number of the prompt, new text)."""
 
+_AHEAD = f"{checkpointing.WEIGHTS}mtp."
+"""What the names of weights for multi-token prediction begin with."""
+
 
 @dataclass(frozen=True)
 class Generator:
@@ -246,7 +249,7 @@ def open_checkpoint(
             checkpointing.items([model], None, model.mesh, saving=False),
             checkpoint,
             model.mesh.world,
-            set_aside=(checkpointing.RANDOM, checkpointing.OPTIMIZER),
+            set_aside=(checkpointing.RANDOM, checkpointing.OPTIMIZER, _AHEAD),
             verify=True,
         )
     model.eval()
@@ -270,8 +273,11 @@ def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> 
     if processes.world.size > 1:
         groups = config.attention.num_query_groups
         mesh = Mesh.create(processes.layout, processes.device, num_query_groups=groups)
+    # One token at a time is generated: layers that look further ahead stay out.
+    alone = replace(config.mtp, mtp_num_layers=None)
+    config = replace(config, attention_backend="auto", mtp=alone)
     return GPTModel(
-        replace(config, attention_backend="auto"),
+        config,
         mesh,
         vocab_size=rows,
         padded_vocab_size=-(-rows // tensor) * tensor,

@@ -135,7 +135,7 @@ class Metrics:
             row["dataset"] = dataset
         row |= {_key(name): value for name, value in losses.items()}
         row |= {"consumed_samples": consumed_samples, "attempt": self._facts.attempt}
-        row["loss_names"] = [_key(name) for name in losses]
+        row["loss_names"] = {_key(name): name for name in losses}
         for writer in self._writers:
             writer.validation(row)
 
@@ -182,7 +182,7 @@ class Metrics:
         for name in ("num_zeros", "params_norm"):
             if name in numbers:
                 row[name] = numbers[name]
-        row["loss_names"] = [_key(name) for name in one.losses]
+        row["loss_names"] = {_key(name): name for name in one.losses}
         return row
 
 
@@ -196,12 +196,12 @@ def summarise(
     """
     last = rows[-1]
     trained = [row for row in rows if not row["skipped"]]
-    names = list(dict.fromkeys(name for row in rows for name in row["loss_names"]))
+    names = {key: name for row in rows for key, name in row["loss_names"].items()}
     losses = {}
-    for name in names:
-        values = [row[name] for row in trained if row.get(name) is not None]
+    for key, name in names.items():
+        values = [row[key] for row in trained if row.get(key) is not None]
         if values:  # an interval that trained on nothing has no loss
-            losses[name.replace("_", " ")] = math.fsum(values) / len(values)
+            losses[name] = math.fsum(values) / len(values)
     computed = [row for row in rows if not row["left_out"]]
     warm = computed[1:] if first and len(computed) > 1 else computed
     warm_seconds = math.fsum(row["elapsed_ms"] for row in warm) / 1e3

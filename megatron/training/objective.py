@@ -10,10 +10,21 @@ token valid), and what is left, nominal / true, is folded into the optimizer's s
 ranks travel in one fp64 vector, `Totals`, together with what ranks must agree on at the end of an
 iteration.
 
+Auxiliary losses, such as those of multi-token prediction, are added with their weights:
+
+    minimised = loss + sum of weight * auxiliary loss
+
+Each has a mask of its own, and its mean over a microbatch counts as much as the microbatch's main
+loss does: over one denominator, then. (Per token, a plain sum would count less, since tokens
+further ahead are fewer. Megatron-LM does the same.)
+
 Shapes: B samples of a microbatch, S positions of this rank.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +32,11 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.mesh import Mesh
+from megatron.training.batches import Batch
+
+Masked = tuple[Tensor, Tensor]
+"""A loss per token, and its mask."""
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class TokenLosses(NamedTuple):
@@ -29,6 +45,19 @@ class TokenLosses(NamedTuple):
     losses_BS: Tensor
     mask_BS: Tensor
     """1 for a valid token, 0 for one that does not count."""
+    auxiliary: Mapping[str, Masked] = MappingProxyType({})
+    """Auxiliary losses by name, those of the objective."""
+
+
+class Terms(NamedTuple):
+    """What one microbatch adds to the sums of a rank."""
+
+    numerator: Tensor
+    denominator: Tensor
+    tokens: Tensor
+    """Valid ones."""
+    auxiliary: tuple[Tensor, ...] = ()
+    """Numerators of the auxiliary losses."""
 
 
 class Totals(NamedTuple):
@@ -45,11 +74,24 @@ class Totals(NamedTuple):
     signal: float
     duration: float
     stop_file: float
+    auxiliary: Mapping[str, float] = NOTHING
+    """Numerators of the auxiliary losses, by name."""
 
     @property
     def loss(self) -> float:
         """Return the loss of the global batch; NaN without a valid token."""
         return self.numerator / self.denominator if self.denominator else float("nan")
+
+    @property
+    def auxiliary_losses(self) -> dict[str, float]:
+        """Return the auxiliary losses of the global batch, without their weights."""
+        counted = self.denominator or float("nan")
+        return {name: numerator / counted for name, numerator in self.auxiliary.items()}
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether every loss is finite."""
+        return all(map(math.isfinite, (self.numerator, *self.auxiliary.values())))
 
     @property
     def stop(self) -> tuple[bool, bool, bool]:
@@ -63,15 +105,17 @@ class Objective:
 
     per_token: bool
     mesh: Mesh
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the auxiliary losses, by name."""
+    prepare: Callable[[Batch], Batch] = dict
+    """Adds to a microbatch, before its samples are cut over ranks, what auxiliary losses need."""
 
     def nominal(self, samples: int, micro_batch_size: int, seq_length: int) -> float:
         """Return the denominator of a global batch in which every token is valid."""
         return float(samples * seq_length if self.per_token else samples // micro_batch_size)
 
-    def terms(
-        self, tokens: TokenLosses, *, empty_counts: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (numerator, denominator, valid tokens) of one microbatch on this rank.
+    def terms(self, tokens: TokenLosses, *, empty_counts: bool = True) -> Terms:
+        """Return what one microbatch adds on this rank.
 
         Args:
             tokens: what the forward step returned.
@@ -79,34 +123,59 @@ class Objective:
                 as Megatron-LM does in training, where every layout has the same microbatches. An
                 evaluation leaves it out: how many only pad a set depends on the replicas.
         """
-        losses_BS, mask_BS = tokens
-        mask_BS = mask_BS.to(losses_BS.dtype)
-        total, count = (losses_BS * mask_BS).sum(), mask_BS.sum()
-        if self.per_token:
-            return total, count, count
+        assert tokens.auxiliary.keys() == self.auxiliary.keys(), list(tokens.auxiliary)
+        further = [tokens.auxiliary[name] for name in self.auxiliary]
+        summed = [_masked_sum(*one) for one in (tokens[:2], *further)]
+        total, count = summed[0]
+        if self.per_token and not further:
+            return Terms(total, count, count)
         # The microbatch's tokens are spread over the context-parallel ranks.
-        whole = count.clone()
-        comm.all_reduce(whole, self.mesh.cp)
+        counts = torch.stack([one for _, one in summed])
+        comm.all_reduce(counts, self.mesh.cp)
+        whole, *others = counts
+        means = [sum_ / n.clamp(min=1.0) for (sum_, _), n in zip(summed[1:], others, strict=True)]
+        if self.per_token:
+            return Terms(total, count, count, tuple(mean * whole for mean in means))
         share = torch.full_like(count, 1.0 / self.mesh.cp.size)
         if not empty_counts:
             share = share * (whole > 0)
-        return total / whole.clamp(min=1.0), share, count
+        return Terms(total / whole.clamp(min=1.0), share, count, tuple(means))
+
+    def minimised(self, terms: Terms) -> Tensor:
+        """Return the numerator of what backward starts from."""
+        weights = self.auxiliary.values()
+        weighted = [w * x for w, x in zip(weights, terms.auxiliary, strict=True)]
+        return sum(weighted, start=terms.numerator)
+
+
+def _masked_sum(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses that count, and how many do."""
+    mask_BS = mask_BS.to(losses_BS.dtype)
+    return (losses_BS * mask_BS).sum(), mask_BS.sum()
 
 
 class Accumulator:
     """Sums the terms of this rank's microbatches, on the device, in fp64.
 
-    ``counts`` is false where another rank adds the same terms.
+    ``auxiliary`` names the auxiliary losses, alike on all ranks. ``counts`` is false where another
+    rank adds the same terms.
     """
 
-    def __init__(self, mesh: Mesh, *, counts: bool = True) -> None:
-        self._mesh, self._counts = mesh, counts
-        self._sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    def __init__(self, mesh: Mesh, auxiliary: Sequence[str] = (), *, counts: bool = True) -> None:
+        self._mesh, self._names, self._counts = mesh, tuple(auxiliary), counts
+        self._sums = torch.zeros(3 + len(auxiliary), dtype=torch.float64, device=mesh.device)
 
-    def add(self, numerator: Tensor, denominator: Tensor, tokens: Tensor) -> None:
+    def add(
+        self,
+        numerator: Tensor,
+        denominator: Tensor,
+        tokens: Tensor,
+        auxiliary: Sequence[Tensor] = (),
+    ) -> None:
         """Add one microbatch."""
         if self._counts:
-            self._sums += torch.stack([numerator.detach(), denominator, tokens]).double()
+            numbers = torch.stack([numerator, denominator, tokens, *auxiliary])
+            self._sums += numbers.detach().double()
 
     def reduce(self, seen: tuple[bool, bool, bool] = (False, False, False)) -> Totals:
         """Return the sums over the world; a collective, and the one wait for the device.
@@ -114,8 +183,10 @@ class Accumulator:
         Args:
             seen: this rank's reasons to stop.
         """
-        bad = (~torch.isfinite(self._sums[0])).double().reshape(1)
+        bad = (~torch.isfinite(self._sums).all()).double().reshape(1)
         mine = torch.tensor(seen, dtype=torch.float64, device=self._sums.device)
         vector = torch.cat([self._sums, bad, bad * self._mesh.rank, mine])
         comm.all_reduce(vector, self._mesh.world)
-        return Totals(*vector.tolist())
+        numbers, further = vector.tolist(), len(self._names)
+        auxiliary = dict(zip(self._names, numbers[3 : 3 + further], strict=True))
+        return Totals(*numbers[:3], *numbers[3 + further :])._replace(auxiliary=auxiliary)

@@ -42,6 +42,7 @@ class Share:
     """What one rank has when its iterations are done."""
 
     losses: list[float]
+    """Of each iteration the loss, and then its auxiliary ones."""
     norms: list[float]
     shapes: dict[str, tuple[int, ...]]
     """Of the logical tensors that this rank holds boxes of."""

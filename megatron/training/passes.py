@@ -12,6 +12,7 @@ holds neither end of the model needs no samples, unless they say what attention 
 knows the shape of an activation from the run.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.partition import cut_microbatch
 from megatron.core.mesh import Mesh
+from megatron.core.models.mtp import look_ahead
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.executor import ChunkCallback, PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import Shape
@@ -106,7 +108,8 @@ class Passes:
     def accumulator(self) -> Accumulator:
         """Return sums that count this rank's losses, if it is one whose losses count."""
         # Losses exist on the last stage, equal on all tensor-parallel ranks: one of them counts.
-        return Accumulator(self.mesh, counts=self.holds_last and self.mesh.tp.coordinate == 0)
+        counts = self.holds_last and self.mesh.tp.coordinate == 0
+        return Accumulator(self.mesh, tuple(self.objective.auxiliary), counts=counts)
 
     def train(
         self,
@@ -141,7 +144,7 @@ class Passes:
                 return out
             terms = self.objective.terms(out)
             sums.add(*terms)
-            return terms[0] / nominal
+            return self.objective.minimised(terms) / nominal
 
         self._executor.run(
             self._schedule(count),
@@ -167,7 +170,7 @@ class Passes:
                     return out
                 terms = self.objective.terms(out, empty_counts=False)
                 sums.add(*terms)
-                return terms[0]
+                return terms.numerator
 
             self._executor.run(self._schedule(size).evaluation, forward, feed)
 
@@ -181,6 +184,8 @@ class Passes:
         return self.timers.measure(name, level=2)
 
     def _feed(self, source: Iterator[Batch], count: int) -> "_Feed":
+        if self.holds_last:
+            source = map(self.objective.prepare, source)
         return _Feed(source, count, len(self.chunks), self.activation, self.mesh)
 
 
@@ -190,12 +195,13 @@ def build_passes(
     chunks: Sequence[nn.Module],
     forward_step: ForwardStep,
     timers: Timers,
+    observe: Callable[[Action], None] | None = None,
 ) -> Passes:
-    """Return the passes of a run."""
+    """Return the passes of a run; ``observe`` is told of each action."""
     return Passes(
         chunks,
         forward_step,
-        Objective(config.training.calculate_per_token_loss, mesh),
+        build_objective(config, mesh),
         timers,
         pipeline=config.pipeline,
         placement=config.placement,
@@ -206,7 +212,17 @@ def build_passes(
             samples=config.training.micro_batch_size,
             sequence=config.data.seq_length,
         ),
+        observe=observe,
     )
+
+
+def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
+    """Return the objective of a run, with the losses of multi-token prediction if there are."""
+    per_token, mtp = config.training.calculate_per_token_loss, config.model.mtp
+    if not mtp.depths:
+        return Objective(per_token, mesh)
+    prepare = functools.partial(look_ahead, depths=mtp.depths)
+    return Objective(per_token, mesh, mtp.loss_weights, prepare)
 
 
 class _Feed(Sequence[Shape]):

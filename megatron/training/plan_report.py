@@ -143,7 +143,8 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             "(stages taken as equal, transfers as free)"
         )
     alive = "" if config.training.skip_train else ", and the most microbatches alive at once"
-    yield f"by rank, its stages with their layers (E embedding, L head){alive}:"
+    ahead = ", m prediction ahead" if config.model.mtp.depths else ""
+    yield f"by rank, its stages with their layers (E embedding{ahead}, L head){alive}:"
     stages = config.stages
     moments = pipeline_plan.alive(config.pipeline, placement, count)
     for rank, found in enumerate(moments):
@@ -158,7 +159,8 @@ def _content(stage: Stage) -> str:
     layers = stage.layers
     words = ["E"] * stage.is_first
     words += [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])] if layers else []
-    return " ".join([*words, *["L"] * stage.is_last]) or "none"
+    words += ["m"] * stage.num_mtp_layers + ["L"] * stage.is_last
+    return " ".join(words) or "none"
 
 
 def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:

@@ -105,7 +105,7 @@ class TrainStep:
             replicas.reduce_gradients()
         with self.timers.measure("all-reduce-totals", level=2):
             totals = sums.reduce(seen())
-        if not math.isfinite(totals.numerator):
+        if not totals.is_finite:
             self.health.non_finite(_where(totals), plan.iteration, plan.samples)
             return StepResult(totals=totals, grad_norm=None, skipped=True, nan=True)
         if totals.tokens == 0:
@@ -156,7 +156,8 @@ def non_finite_gradients(chunks: Iterable[nn.Module]) -> list[str]:
 
 
 def _where(totals: Totals) -> str:
-    value = "nan" if math.isnan(totals.numerator) else "infinite"
+    numerators = (totals.numerator, *totals.auxiliary.values())
+    value = "nan" if any(map(math.isnan, numerators)) else "infinite"
     count = round(totals.bad_ranks)
     if count == 1:
         return f"loss is {value} on rank {round(totals.bad_rank)}"

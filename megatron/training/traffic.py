@@ -20,7 +20,7 @@ from megatron.training.traffic_passes import Book, Costs, add_passes
 
 FP64 = 8
 TOTALS = 8
-"""Numbers that `objective.Totals` sums over the world."""
+"""Numbers that `objective.Totals` sums over the world, beside one for each auxiliary loss."""
 NORM = 2
 """Numbers that the optimizer sums over the world: the squares of the gradient, its zeros."""
 
@@ -66,7 +66,8 @@ def expected(
         pp              send, receive   m x N H e each (a t-th of it with sequence parallelism) for
                                         every neighbour of a stage that is on another rank:
                                         activations one way, gradients the other; on any schedule
-        ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t
+        ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
+                                                            embedding copied for K > 0
         dp_cp           all_reduce      1 x elements a      for every bucket, padding included
         world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
                         all_reduce      1 x 8               norm of weights, --log-params-norm
@@ -77,6 +78,10 @@ def expected(
     scatters backward of entries, and all of exits, are t - 1 shifts of N H e / t each instead,
     embedding aside (through `comm`; torch's own fused operators, which move as much, it cannot
     count).
+
+    Each of K layers of multi-token prediction adds, on the last stage, what a layer, an embedding
+    and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
+    modes of the loss, and totals K numbers more.
 
     Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
     checkpoints, evaluation.
@@ -90,7 +95,7 @@ def expected(
     book = Book(axis_sizes(config))
     add_passes(book, config, num_microbatches, coordinates["pp"], trains=True)
     _sums(book, config, padded_rows, coordinates["pp"])
-    book.add("world", "all_reduce", TOTALS * FP64)
+    book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:
         book.add("world", "all_reduce", FP64)
@@ -103,7 +108,7 @@ def expected_evaluation(
     """Return what a rank moves in one evaluation: the forward parts of `expected`, and totals."""
     book = Book(axis_sizes(config))
     add_passes(book, config, num_microbatches, coordinates["pp"], trains=False)
-    book.add("world", "all_reduce", TOTALS * FP64)
+    book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     return book.costs
 
 

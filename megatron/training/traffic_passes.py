@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.plan import BlockKind, layer_plan
+from megatron.core.transformer.plan import BlockKind, layer_plan, mtp_layer_plan
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 
@@ -86,6 +86,14 @@ class _Stage:
         if stage.is_last:
             self._enter_product(model.hidden_size)
             self._losses()
+        for depth in range(stage.num_mtp_layers):
+            self._leave()  # the embedding
+            for sublayer in mtp_layer_plan(model, depth).sublayers:
+                self._block(sublayer.kind, kinds[depth])
+            self._enter_product(model.hidden_size)
+            self._losses()
+        if stage.is_last:
+            self._counts()
 
     def _block(self, kind: BlockKind, context_kind: str) -> None:
         model = self.config.model
@@ -105,8 +113,12 @@ class _Stage:
         # Of each token the largest logit, then three sums.
         self.book.add("tp", "all_reduce", self.tokens * self.total, self.count)
         self.book.add("tp", "all_reduce", 3 * self.tokens * self.total, self.count)
-        if not self.config.training.calculate_per_token_loss:
-            self.book.add("cp", "all_reduce", self.total, self.count)
+
+    def _counts(self) -> None:
+        # Of the tokens that count, for each loss, where means of a microbatch are needed.
+        depths = self.config.model.mtp.depths
+        if depths or not self.config.training.calculate_per_token_loss:
+            self.book.add("cp", "all_reduce", (1 + depths) * self.total, self.count)
 
     # A region of tensor parallelism: how wide activations enter, and leave.
 

@@ -24,7 +24,6 @@ from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.external import ExternalBatches
 from megatron.training.garbage import Garbage
 from megatron.training.metrics import Iteration, Metrics
-from megatron.training.objective import Accumulator
 from megatron.training.profiling import Profiler
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.state import TrainState
@@ -144,7 +143,7 @@ class Trainer:
         """Consume the samples of an iteration without training on them."""
         self.state.skipped_samples += len(plan.samples)
         self.parts.batches.leave_out(self._microbatches(plan))
-        totals = Accumulator(self.mesh).reduce(self.parts.stopper.seen())
+        totals = self.parts.step.passes.accumulator().reduce(self.parts.stopper.seen())
         return StepResult(totals=totals, grad_norm=None, skipped=True)
 
     def _microbatches(self, plan: Plan) -> int:
@@ -171,7 +170,7 @@ class Trainer:
                 skipped_samples=self.state.skipped_samples,
                 samples=plan.samples,
                 learning_rate=plan.learning_rate,
-                losses={LOSS: result.totals.loss},
+                losses={LOSS: result.totals.loss, **result.totals.auxiliary_losses},
                 grad_norm=result.grad_norm,
                 num_zeros=result.num_zeros,
                 params_norm=norm,

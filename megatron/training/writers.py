@@ -114,8 +114,8 @@ def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
         "throughput": row.get("throughput") if config.log_throughput else None,
         "mem-allocated-bytes": row["memory_bytes"] if config.log_memory_to_tensorboard else None,
     }
-    for name in row["loss_names"]:
-        named[name.replace("_", " ")] = row[name] if not row["skipped"] else None
+    for key, name in row["loss_names"].items():
+        named[name] = row[key] if not row["skipped"] else None
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -123,11 +123,11 @@ def validation_tags(row: Row, config: LoggingConfig) -> dict[str, float]:
     """Return a validation row under the names of TensorBoard and W&B."""
     suffix = f" {row['dataset']}" if row.get("dataset") else ""
     named = {}
-    for name in row["loss_names"]:
-        tag = f"{name.replace('_', ' ')} validation{suffix}"
-        named[tag] = row[name]
+    for key, name in row["loss_names"].items():
+        tag = f"{name} validation{suffix}"
+        named[tag] = row[key]
         if config.log_validation_ppl_to_tensorboard:
-            named[f"{tag} ppl"] = perplexity(row[name])
+            named[f"{tag} ppl"] = perplexity(row[key])
     return named
 
 

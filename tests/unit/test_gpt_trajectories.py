@@ -5,6 +5,7 @@ initial weights, batches, logits of the first microbatch, every gradient of the 
 before clipping, losses and gradient norms of five iterations and of two more after a checkpoint.
 """
 
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.core import rng
 from megatron.core.config import specs
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.mtp import look_ahead
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
@@ -26,7 +28,7 @@ from megatron.training.checkpoint_load import load_checkpoint
 from megatron.training.checkpoint_save import save_checkpoint
 from megatron.training.config import CheckpointConfig, HealthConfig
 from megatron.training.health import Health
-from megatron.training.objective import Objective
+from megatron.training.objective import Objective, TokenLosses
 from megatron.training.passes import Passes
 from megatron.training.state import TrainState
 from megatron.training.step import Plan, TrainStep
@@ -35,6 +37,7 @@ from pretrain_gpt import forward_step
 
 DATA = Path(__file__).parent.parent / "data" / "mcore_trajectories"
 CASES = sorted(path.name for path in DATA.iterdir())
+NAMES = ("tokens", "labels", "loss_mask")
 
 
 def config_of(flags: str) -> TransformerConfig:
@@ -69,7 +72,25 @@ def load_case(name: str, dtype: torch.dtype) -> tuple[GPTModel, dict[str, torch.
 
 def ours(key: str) -> str:
     """Return our name of one of Megatron-core's parameters."""
-    return key.replace("core_attention.softmax_offset", "softmax_offset")
+    key = key.replace("core_attention.softmax_offset", "softmax_offset")
+    # Its checkpoints have the latter name.
+    return key.replace("mtp_model_layer", "transformer_layer")
+
+
+def objective_of(model: GPTModel, case: dict) -> Objective:
+    """Return what a case minimises."""
+    mtp = model.config.mtp
+    prepare = functools.partial(look_ahead, depths=mtp.depths)
+    per_token = "--calculate-per-token-loss" in case["flags"]
+    return Objective(per_token, model.mesh, mtp.loss_weights, prepare if mtp.depths else dict)
+
+
+def expected_loss(record: dict, per_token: bool) -> float:
+    """Return an iteration's loss; the record's own is the mean over tokens in both modes."""
+    if per_token:
+        return record["lm_loss"]
+    sums = zip(record["microbatch_loss_sum_or_mean"], record["microbatch_num_tokens"], strict=True)
+    return float(np.mean([total / count for total, count in sums]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,17 +106,23 @@ def test_logits(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_first_gradients_and_losses(name: str) -> None:
     model, batches, case = load_case(name, torch.float32)
-    per_token = "--calculate-per-token-loss" in case["flags"]
+    objective = objective_of(model, case)
     for step in range(2):
-        mask = batches["loss_mask"][0, step]
-        losses = model(batches["tokens"][0, step], batches["labels"][0, step])
-        total = (losses * mask).sum()
+        batch = objective.prepare({key: batches[key][0, step] for key in NAMES})
+        losses = forward_step(model, batch, None, None)
+        assert isinstance(losses, TokenLosses)
+        total = (losses.losses_BS * losses.mask_BS).sum()
         expected = case["iterations"][0]["microbatch_loss_sum_or_mean"][step]
         assert total.item() == pytest.approx(expected, rel=1e-5)
-        norm = batches["loss_mask"][0].sum() if per_token else mask.sum() * 2
-        (total / norm).backward()
+        norm = batches["loss_mask"][0].sum() if objective.per_token else losses.mask_BS.sum() * 2
+        further = 0.0
+        for one, mask in losses.auxiliary.values():
+            depths = len(losses.auxiliary)
+            further += 0.1 / depths * (one * mask).sum() / mask.sum() / 2
+        (total / norm + further).backward()
     expected_grads = np.load(DATA / name / "grads_iter1.npz")
     grads = {key: parameter.grad for key, parameter in model.named_parameters()}
+    assert {ours(key) for key in expected_grads} == set(grads)
     for key in expected_grads:
         want = torch.from_numpy(expected_grads[key])
         # fp32 again, over twice as many products; gradients are smaller than logits.
@@ -112,7 +139,7 @@ class Training:
         )
         mesh = self.model.mesh
         self.optimizer = build_optimizer(settings, [self.model], mesh, PrecisionConfig.resolve())
-        self.objective = Objective("--calculate-per-token-loss" in self.case["flags"], mesh)
+        self.objective = objective_of(self.model, self.case)
         passes = Passes([self.model], forward_step, self.objective, Timers(0))
         self.step = TrainStep(passes, self.optimizer, Health(HealthConfig.resolve()), seed=0)
 
@@ -120,16 +147,13 @@ class Training:
         """Run the iteration of a record, and compare loss and gradient norm with it."""
         number = record["iteration"]
         plan = Plan(iteration=number, samples=range(4), learning_rate=5e-3, weight_decay=0.1)
-        microbatches = [
-            {key: self.batches[key][number - 1, m] for key in ("tokens", "labels", "loss_mask")}
-            for m in range(2)
-        ]
-        if not self.objective.per_token:
-            # The reference reports the mean over tokens in both modes; masks are full here.
-            assert all(float(batch["loss_mask"].min()) == 1.0 for batch in microbatches)
+        microbatches = [{key: self.batches[key][number - 1, m] for key in NAMES} for m in range(2)]
         nominal = self.objective.nominal(4, 2, 32)
         result = self.step.run(plan, microbatches, 2, nominal, lambda: (False, False, False))
-        assert result.totals.loss == pytest.approx(record["lm_loss"], rel=1e-5)
+        loss = expected_loss(record, self.objective.per_token)
+        assert result.totals.loss == pytest.approx(loss, rel=1e-5)
+        further = list(result.totals.auxiliary_losses.values())
+        assert further == pytest.approx(record.get("mtp_loss", []), rel=1e-5)
         assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=1e-5)
 
 

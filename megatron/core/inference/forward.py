@@ -30,7 +30,7 @@ def forward(
     """
     assert not model.sequence_parallel, "single tokens are not divided over ranks"
     x_SBH = None if model.stage.is_first else _receive(model, tokens_BS)
-    out: Tensor = model(tokens_BS, x_SBH=x_SBH, cache=cache, query_positions_BS=positions_BS)
+    out: Tensor = model(tokens_BS, x_SBH=x_SBH, cache=cache, position_ids_BS=positions_BS)
     if model.stage.is_last:
         return out
     axis = model.mesh.pp

@@ -8,10 +8,11 @@
 
 Norm, activation, position scheme, grouping of key heads and the rest are choices of
 `TransformerConfig`. Under pipeline parallelism a rank builds only what its `Stage` owns: a later
-stage takes the hidden states of the one before, and an earlier one gives its own.
+stage takes the hidden states of the one before, and an earlier one gives its own. Layers of
+multi-token prediction (`mtp`) stand behind the head's norm, on the last stage.
 
 Shapes: B batch, S positions of this context-parallel rank (in `x_SBH` of this rank, sequence
-parallelism counted), H hidden.
+parallelism counted), H hidden, K depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from megatron.core import sharding
 from megatron.core.kernels.attention import Packing
 from megatron.core.mesh import Mesh
 from megatron.core.models.language_model import LanguageEmbedding, LanguageHead
+from megatron.core.models.mtp import Ahead, MultiTokenPrediction
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.embedding import VocabularyRows
@@ -66,7 +68,9 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
-        self.stage = stage or Stage(range(config.num_layers))
+        depths = config.mtp.depths
+        self.stage = stage or Stage(range(config.num_layers), num_mtp_layers=depths)
+        assert self.stage.num_mtp_layers == (depths if self.stage.is_last else 0), self.stage
         backends = choose_backends(config, mesh.device, dtype)
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         around = Surroundings(config, mesh, dtype, backends, self.sequence_parallel, context_kinds)
@@ -74,16 +78,20 @@ class GPTModel(nn.Module):
         rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
         tied = not config.untie_embeddings_and_output_weights
         whole = self.stage.is_first and self.stage.is_last
-        ends_apart = tied and not whole and not self.stage.other_end_is_here
+        ends_apart = not whole and not self.stage.other_end_is_here
         self.embedding: LanguageEmbedding | None = None
-        if self.stage.is_first:
-            self.embedding = LanguageEmbedding(rows, around, tied=ends_apart)
+        if self.stage.is_first or self.stage.num_mtp_layers:
+            copied = ends_apart and (tied or depths > 0)
+            self.embedding = LanguageEmbedding(rows, around, tied=copied)
         self.decoder = TransformerBlock(self.stage.layers, self.stage.is_last, around)
         self.output_layer: LanguageHead | None = None
         if self.stage.is_last:
-            self.output_layer = LanguageHead(rows, around, tied=ends_apart)
+            self.output_layer = LanguageHead(rows, around, tied=ends_apart and tied)
             if tied and self.embedding is not None:
                 self.output_layer.weight = self.embedding.word_embeddings.weight
+        self.mtp: MultiTokenPrediction | None = None
+        if self.stage.num_mtp_layers:
+            self.mtp = MultiTokenPrediction(depths, around)
         self.rotary = rotary_tables(config, mesh, dtype)
         sharding.name_parameters(self)
 
@@ -97,38 +105,49 @@ class GPTModel(nn.Module):
         packing: Packing | None = None,
         dropout: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
-        query_positions_BS: Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """Return every token's loss ``[B, S]`` or, without labels, logits ``[B, S, vocab_size]``.
 
-        A stage that is not the last returns its hidden states ``[S, B, H]`` instead.
+        With layers of multi-token prediction losses are ``[1 + K, B, S]``: the model's own, then
+        those of each depth. Logits are the model's own alone. A stage that is not the last returns
+        its hidden states ``[S, B, H]`` instead.
 
         Args:
             tokens_BS: token ids; only the first stage looks at them.
             labels_BS: the token that follows each one; only the last stage looks at them.
             x_SBH: what the stage before returned; on the first stage None.
-            position_ids_BS: positions where they are not 0 .. S-1 (packed documents, decoding).
+            position_ids_BS: positions where they are not 0 .. S-1: of packed documents or, with a
+                cache, where these tokens stand among the cached ones.
             packing: documents that attend only within themselves.
             dropout: key of the dropout masks; absent switches dropout off.
             cache: keys and values of earlier tokens, and room for these.
-            query_positions_BS: where these tokens stand among the cached ones.
+            ahead: what the depths of multi-token prediction see; needed with labels.
         """
-        positions = query_positions_BS if query_positions_BS is not None else position_ids_BS
-        if self.embedding is not None:
+        if self.stage.is_first:
+            assert self.embedding is not None
             assert tokens_BS is not None and x_SBH is None, "the first stage takes tokens"
             length = tokens_BS.shape[1]
-            x_SBH = self.embedding(tokens_BS, positions, dropout)
+            x_SBH = self.embedding(tokens_BS, position_ids_BS, dropout)
         else:
             assert x_SBH is not None, "a later stage takes hidden states"
             length = x_SBH.shape[0] * (self.mesh.tp.size if self.sequence_parallel else 1)
-        rotary = self.rotary(length, positions) if self.rotary else None
-        context = Context(rotary, packing, dropout, cache, query_positions_BS)
+        rotary = self.rotary(length, position_ids_BS) if self.rotary else None
+        queries = position_ids_BS if cache is not None else None
+        context = Context(rotary, packing, dropout, cache, queries)
         x_SBH = self.decoder(x_SBH, context)
         if self.output_layer is None:
             return x_SBH
         if labels_BS is None:
             return self.output_layer.logits(x_SBH)
-        return self.output_layer.losses(x_SBH, labels_BS)
+        losses_BS = self.output_layer.losses(x_SBH, labels_BS)
+        if self.mtp is None:
+            return losses_BS
+        assert ahead is not None and self.embedding is not None, "look_ahead() gives what is needed"
+        states = self.mtp(x_SBH, ahead.tokens_BSK, self.embedding, context)
+        labels = ahead.labels_BSK.unbind(-1)
+        further = map(self.output_layer.losses, states, labels)
+        return torch.stack([losses_BS, *further])
 
 
 def build_chunks(
@@ -136,7 +155,8 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Return this rank's parts of a GPT, one for each of its stages.
 
-    Where both ends are on this rank and tied, they share one parameter.
+    Where both ends are on this rank and tied, they share one parameter; layers of multi-token
+    prediction share the embedding.
 
     Args:
         config: the architecture.
@@ -145,7 +165,11 @@ def build_chunks(
         settings: further arguments of `GPTModel`.
     """
     chunks = [GPTModel(config, mesh, stage=stage, **settings) for stage in stages]
-    first, last = chunks[0].embedding, chunks[-1].output_layer
-    if first is not None and last is not None and not config.untie_embeddings_and_output_weights:
-        last.weight = first.word_embeddings.weight
+    if stages[0].is_first and stages[-1].is_last:
+        first, last = chunks[0].embedding, chunks[-1].output_layer
+        assert first is not None and last is not None
+        if not config.untie_embeddings_and_output_weights:
+            last.weight = first.word_embeddings.weight
+        if chunks[-1].mtp is not None:
+            chunks[-1].embedding = first
     return chunks

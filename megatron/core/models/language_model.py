@@ -29,7 +29,8 @@ TOKEN_VECTORS = "embedding.word_embeddings.weight"
 class LanguageEmbedding(nn.Module):
     """Token vectors, plus learned position vectors where the model has them, then dropout.
 
-    ``tied`` says that the head, on another rank, holds a second copy of the token vectors.
+    ``tied`` says that the stage at the other end of the model, on another rank, holds a second copy
+    of the token vectors.
     """
 
     def __init__(self, rows: VocabularyRows, around: Surroundings, tied: bool = False) -> None:

@@ -300,3 +300,32 @@ class RowParallelLinear(nn.Module):
         partial = linear(x_SBi, self.weight, None, self.alone, False)
         y_SBO = mappings.leave(partial, self.axis, self.sequence_parallel)
         return y_SBO if self.bias is None else y_SBO + self.bias
+
+
+class WholeLinear(nn.Module):
+    """``y_SBO = x_SBI @ W_OI.T``: every rank holds all of ``W``, and applies it to what it has.
+
+    With ``sequence_parallel`` that is its own positions: the weight's gradient is partial there.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        init: Init,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.alone = Axis("none", (mesh.rank,), 0, None)
+        record = sharding.whole(
+            shape,
+            init,
+            replicated=("tp",),
+            summed=("tp",) if sequence_parallel else (),
+            matrix=True,
+        )
+        self.weight = make_parameter(record, shape, mesh, dtype)
+
+    def forward(self, x_SBI: Tensor) -> Tensor:
+        return linear(x_SBI, self.weight, None, self.alone, False)

@@ -13,6 +13,7 @@ from megatron.core.config import (
     option,
 )
 from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.mtp_config import MTPConfig
 from megatron.core.utils import UserError
 
 MOST_LAYERS = 100_000
@@ -369,6 +370,7 @@ class TransformerConfig(Config):
 
     attention: AttentionConfig
     mla: MLAConfig
+    mtp: MTPConfig
     mlp: MLPConfig
     norm: NormConfig
     position: PositionConfig
@@ -407,6 +409,8 @@ class TransformerConfig(Config):
         self._check_patterns()
         if self.mla.multi_latent_attention:
             self._check_latent_attention()
+        if self.mtp.depths:
+            self._check_multi_token_prediction()
 
     def _check_latent_attention(self) -> None:
         excluded = {
@@ -420,6 +424,19 @@ class TransformerConfig(Config):
                 raise UserError(f"--multi-latent-attention and {flag} exclude each other; drop one")
         if self.mla.rope_type == "yarn":
             check_above(self.position, 1, "rotary_base")
+
+    def _check_multi_token_prediction(self) -> None:
+        depths = self.mtp.depths
+        if self.position.position_embedding_type == "learned_absolute":
+            raise UserError(
+                f"--mtp-num-layers ({depths}) does not go with learned positions, as in "
+                "Megatron-LM; give --position-embedding-type rope, or drop it"
+            )
+        if depths > self.num_layers:
+            raise UserError(
+                f"--mtp-num-layers ({depths}) must not exceed --num-layers ({self.num_layers}): "
+                "each is made like the decoder's layer of the same number"
+            )
 
     def _check_patterns(self) -> None:
         for flag, value in (

@@ -30,13 +30,12 @@ from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.kernels.rope import yarn_mscale
-from megatron.core.mesh import Axis, Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    linear,
-    make_parameter,
+    WholeLinear,
 )
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.backends import Backends
@@ -130,8 +129,9 @@ class MultiLatentAttention(Attention):
 
     def _down(
         self, rows: int, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype
-    ) -> "DownProjection":
-        return DownProjection(rows, config, mesh, dtype, self.sequence_parallel)
+    ) -> WholeLinear:
+        shape = (rows, config.hidden_size)
+        return WholeLinear(shape, inner_init(config, shape), mesh, dtype, self.sequence_parallel)
 
     def forward(self, x_sBH: Tensor, context: Context) -> Tensor:
         assert context.rotary is not None, "the model computes rotary tables"
@@ -163,33 +163,6 @@ class MultiLatentAttention(Attention):
         turned_SB1P = self.rope(turning_SBP.unsqueeze(2), *rotary, True)
         k_SBnD = torch.cat((own, turned_SB1P.expand(-1, -1, self.heads, -1)), -1)
         return k_SBnD, v_SBnE
-
-
-class DownProjection(nn.Module):
-    """``y = x @ W.T`` of the positions that a rank has; every tensor-parallel rank holds ``W``."""
-
-    def __init__(
-        self,
-        rows: int,
-        config: TransformerConfig,
-        mesh: Mesh,
-        dtype: torch.dtype,
-        sequence_parallel: bool,
-    ) -> None:
-        super().__init__()
-        self.alone = Axis("none", (mesh.rank,), 0, None)
-        shape = (rows, config.hidden_size)
-        record = sharding.whole(
-            shape,
-            inner_init(config, shape),
-            replicated=("tp",),
-            summed=("tp",) if sequence_parallel else (),
-            matrix=True,
-        )
-        self.weight = make_parameter(record, shape, mesh, dtype)
-
-    def forward(self, x_sBH: Tensor) -> Tensor:
-        return linear(x_sBH, self.weight, None, self.alone, False)
 
 
 def attention_scale(latent: MLAConfig) -> float:

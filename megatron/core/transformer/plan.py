@@ -40,3 +40,11 @@ def layer_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
         SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"),
     )
     return tuple(LayerPlan(number, decoder) for number in range(config.num_layers))
+
+
+def mtp_layer_plan(config: TransformerConfig, depth: int) -> LayerPlan:
+    """Return the layer of a depth of multi-token prediction, from 0.
+
+    It has the sub-layers of the decoder's last one, and what goes by number from that of its own.
+    """
+    return LayerPlan(depth, layer_plan(config)[-1].sublayers)
