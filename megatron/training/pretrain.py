@@ -39,6 +39,7 @@ from megatron.training import (
     setup,
     startup,
     stopping,
+    watchdog,
 )
 from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
@@ -51,6 +52,7 @@ from megatron.training.data import RunData
 from megatron.training.devices import peak_flops
 from megatron.training.evaluation import EvaluationSet, Evaluator, HeldOut, open_set
 from megatron.training.external import ExternalBatches, Loader
+from megatron.training.failure import describe, write_error_file
 from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
 from megatron.training.launch import Launch
@@ -58,6 +60,7 @@ from megatron.training.metrics import Facts, Metrics
 from megatron.training.passes import ForwardStep, Passes, build_passes
 from megatron.training.profiling import Profiler
 from megatron.training.progress_file import ProgressFile
+from megatron.training.pulse import Pulse
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.signals import ExitSignal
 from megatron.training.state import TrainState
@@ -65,6 +68,7 @@ from megatron.training.step import TrainStep
 from megatron.training.stopping import Reason, Stopper
 from megatron.training.timers import Timers, synchronizer
 from megatron.training.trainer import Parts, Trainer
+from megatron.training.watchdog import Watchdog
 from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
 
 
@@ -93,6 +97,8 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
     rules.check_device(config, torch.cuda.is_available())
     say(f"launch: {launch}")
     mesh = setup.create_mesh(config, launch, say)
+    pulse = Pulse(60.0 * config.process.distributed_timeout_minutes)
+    watch = watchdog.start(mesh, launch.master_addr, pulse, Path(sys.argv[0]).stem)
     try:
         for line in (
             *startup.environment_lines(mesh),
@@ -104,11 +110,23 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
         # One process of each machine builds, since a cache folder may be a machine's own.
         policy = BuildPolicy(build=launch.local_rank == 0, timeout=config.data.index_build_timeout)
         job = Job(config, mesh, program, policy, say, clock, started)
+        job.pulse, job.watchdog = pulse, watch
         if not config.training.exit_signal_handler:
             return job.run()
         with ExitSignal(config.training.exit_signal) as job.signal:
             return job.run()
+    except (Exception, KeyboardInterrupt) as error:
+        if watch is not None:
+            watch.fail(error)
+        if not isinstance(error, RunFailed):
+            raise
+        failure = describe(error)
+        write_error_file(failure.message, failure.stack)
+        print(f"{mesh.where} {failure.message}", file=sys.stderr, flush=True)
+        return failure.code
     finally:
+        if watch is not None:
+            watch.stop()
         setup.disconnect()
 
 
@@ -141,6 +159,8 @@ class Job:
         self.program, self.policy = program, policy
         self.say, self.clock, self.started = say, clock, started
         self.signal: ExitSignal | None = None
+        self.pulse = Pulse()
+        self.watchdog: Watchdog | None = None
         self.attempt = 0
         self.flops_per_sample = 0
         self.newest: Path | None = None
@@ -156,12 +176,14 @@ class Job:
         self.flops_per_sample = accounting.flops_per_sample(
             config.model, config.data.seq_length, vocabulary.padded_rows
         )
+        self.pulse.untimed("building the data sets")
         wanted = run_data.sizes(config, self.say)
         data = self.program.build_datasets(config, wanted, tokenizer, self.policy, self.say)
         external.check(config.data.dataloader_type == "external", data)
         for line in run_data.index_lines(data):
             self.say(line)
         self.clock.lap("data")
+        self.pulse.untimed("building the model")
         chunks = self._build_model(vocabulary)
         optimizer, schedule = self._optimizer(chunks)
         self.clock.lap("model")
@@ -173,6 +195,7 @@ class Job:
             vocabulary_rows=vocabulary.rows,
             objective="tokens" if config.training.calculate_per_token_loss else "microbatches",
         )
+        self.pulse.untimed("loading the checkpoint")
         loaded = load_checkpoint(
             config.checkpoint, config.schedule, self.mesh, chunks, optimizer, facts, self.say
         )
@@ -242,11 +265,12 @@ class Job:
                 trainer = self._trainer(built, built.optimizer, passes, held_out, metrics)
                 reason = trainer.train(lambda seconds: self.say(self.clock.line(seconds)))
             if reason == "complete":
+                self.pulse.timed("the last evaluation")
                 held_out.finish(state)
+                self.pulse.untimed("the end")
         except RunFailed as failure:
             message = str(failure)
-            print(f"{self.mesh.where} error: {failure}", file=sys.stderr, flush=True)
-            return 1
+            raise
         except BaseException as failure:
             reason, message = "failure", f"{type(failure).__name__}: {failure}"
             raise
@@ -259,7 +283,14 @@ class Job:
         return 0
 
     def _passes(self, chunks: Sequence[nn.Module], timers: Timers) -> Passes:
-        return build_passes(self.config, self.mesh, chunks, self.program.forward_step, timers)
+        return build_passes(
+            self.config,
+            self.mesh,
+            chunks,
+            self.program.forward_step,
+            timers,
+            observe=self.pulse.action,
+        )
 
     def _announce(self, state: TrainState) -> None:
         save, total = self.config.checkpoint.save, self.config.total_iterations
@@ -273,6 +304,8 @@ class Job:
                 f"number {state.consumed_samples} of the training set"
             )
             self._status("running", state, None)
+        if self.watchdog is not None:
+            self.watchdog.on_failure = lambda cause: self._status("failure", state, cause)
 
     def _status(self, reason: run_status.Reason, state: TrainState, message: str | None) -> None:
         if self.mesh.rank != 0 or self.config.training.skip_train:
@@ -394,6 +427,7 @@ class Job:
             ),
             garbage=Garbage(config.training),
             replica_check=self._replica_check(chunks),
+            pulse=self.pulse,
             save=self._saver(chunks, optimizer, built.facts, state) if save_to else None,
             say=self.say,
             flops_per_sample=self.flops_per_sample,

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say
@@ -25,6 +26,7 @@ from megatron.training.external import ExternalBatches
 from megatron.training.garbage import Garbage
 from megatron.training.metrics import Iteration, Metrics
 from megatron.training.profiling import Profiler
+from megatron.training.pulse import Pulse
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.state import TrainState
 from megatron.training.step import Plan, StepResult, TrainStep
@@ -50,6 +52,7 @@ class Parts:
     profiler: Profiler
     garbage: Garbage
     replica_check: ReplicaCheck | None
+    pulse: Pulse
     save: Callable[[TrainState, bool], None] | None
     """Writes a checkpoint of a state, told whether it is the last; None when nothing is saved."""
     say: Say
@@ -96,6 +99,7 @@ class Trainer:
     def _iterate(self) -> Reason | None:
         """Run one iteration and what is due after it."""
         plan = self._plan()
+        self.parts.pulse.timed(f"iteration {plan.iteration}")
         self.parts.profiler.before(plan.iteration)
         start = time.perf_counter()
         if plan.iteration in self.skipped:
@@ -103,6 +107,7 @@ class Trainer:
         else:
             result = self._train_on(plan)
         seconds = time.perf_counter() - start
+        self.parts.pulse.untimed(f"the end of iteration {plan.iteration}")
         self._count(plan, seconds)
         self._record(plan, result, seconds)
         if self.parts.replica_check is not None:
@@ -158,6 +163,10 @@ class Trainer:
         self._seconds += seconds
         if plan.iteration == self._started + 1:
             self._on_first(seconds)
+            limit = self.config.process.distributed_timeout_seconds_after_init
+            if limit is not None:
+                self.mesh.limit_waiting(timedelta(seconds=limit))
+                self.parts.pulse.limit = limit
 
     def _record(self, plan: Plan, result: StepResult, seconds: float) -> None:
         norm = None
@@ -233,7 +242,9 @@ class Trainer:
             return
         if validation.start_eval_at_iter is None or iteration >= validation.start_eval_at_iter:
             start = time.perf_counter()
+            self.parts.pulse.timed(f"the evaluation after iteration {iteration}")
             self.parts.held_out.validate(self.state)
+            self.parts.pulse.untimed(f"the end of iteration {iteration}")
             self._show_duration("evaluate", time.perf_counter() - start)
 
     def _save_when_due(self, stopping: bool) -> None:
@@ -242,6 +253,7 @@ class Trainer:
         if self.parts.save is None or not (due or stopping):
             return
         self.parts.metrics.flush()
+        self.parts.pulse.untimed(f"saving iteration {iteration}")
         start = time.perf_counter()
         self.parts.save(self.state, stopping)
         seconds = time.perf_counter() - start

@@ -1,0 +1,111 @@
+"""What a failed process says, and how it ends.
+
+An error is told in one of two ways. What a user can fix, and a run that has gone wrong, are one
+message; all ranks raise it alike, and one of them prints it. Anything else is a traceback.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from megatron.core.utils import UserError
+from megatron.training.health import RunFailed
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ends a process."""
+
+    message: str
+    """One line or a few."""
+    stack: str
+    """The traceback."""
+    code: int
+    """The process's exit code."""
+    is_plain: bool
+    """The message says it all."""
+    is_lost: bool = False
+    """Another rank did not answer, so that its error may be the cause of this one."""
+    is_late: bool = False
+    """It did not answer in time."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as it travels between processes."""
+        return dict(self.__dict__)
+
+
+def describe(error: BaseException) -> Failure:
+    """Return what there is to say of an error that is being handled."""
+    stack = "".join(traceback.format_exception(error))
+    if isinstance(error, UserError):
+        return Failure(f"error: {error}", stack, 2, True)
+    if isinstance(error, RunFailed):
+        return Failure(f"error: {error}", stack, 1, True)
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", stack, INTERRUPTED, True)
+    message = f"{type(error).__name__}: {error}"
+    lost = isinstance(error, RuntimeError) and _in_communication(error.__traceback__)
+    late = lost and re.search(r"time[d ]*-?out", str(error), re.IGNORECASE) is not None
+    return Failure(message, stack, 1, False, lost, late)
+
+
+def _in_communication(found: TracebackType | None) -> bool:
+    return any(is_communication(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(found))
+
+
+def is_communication(file: str) -> bool:
+    """Return whether code of a source file waits for other ranks."""
+    path = file.replace(os.sep, "/")
+    return path.endswith("megatron/core/comm.py") or "/torch/distributed/" in path
+
+
+def write_error_file(
+    message: str, stack: str, when: float | None = None, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Leave an error where torchrun looks for it, if it asks for that.
+
+    Args:
+        message: of the error.
+        stack: its traceback.
+        when: seconds since the epoch; torchrun shows the earliest error of all ranks.
+        environ: says where.
+    """
+    path = environ.get(ERROR_FILE)
+    if not path:
+        return
+    timestamp = str(int(time.time() if when is None else when))
+    extra = {"py_callstack": stack, "timestamp": timestamp}
+    content = {"message": {"message": message, "extraInfo": extra}}
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def end_children() -> None:
+    """Kill the processes that this one has started through multiprocessing, such as readers.
+
+    Readers that leave the exit signal to the loop ignore what Python ends its children with: after
+    a failure it would wait for them for ever. That they are killed here is no failure, as which
+    torch's handler would report it.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process from any thread, without waiting for collectives that will never end."""
+    end_children()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -1,0 +1,343 @@
+"""The place where the ranks of a run hear of each other's end: a thread of rank 0.
+
+Every rank keeps one connection to it, tells what it is at every second or so, and tells of its
+failure. The hub decides what the first cause is, tells everybody, and sees to it that the cause is
+printed first and that all have printed before the first process is gone (torchrun kills the others
+then). What is a cause:
+
+    failed     a rank said so
+    died       its connection closed without a farewell, as the system does for a killed process
+    stalled    a timed step took too long somewhere. Then most ranks wait: to blame is the one that
+               does not wait for others, or has not moved for longest
+
+An error of communication is only held for a moment, since what it is due to may be under way.
+
+Messages are JSON objects, one a line:
+
+    to the hub      hello, beat, failed, printed, shown, bye
+    from the hub    beat, cause, show, end, over
+"""
+
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron.training.pulse import Pulse
+
+Message = dict[str, Any]
+Kind = Literal["failed", "died", "stalled"]
+PATIENCE = 5.0
+"""Seconds for which an error of communication waits for its cause, and printing for all ranks."""
+FAREWELL = 2.0
+"""Seconds that ended ranks have to close their connections."""
+_TICK = 0.2
+
+
+class Link:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        connection.settimeout(PATIENCE)
+        # A machine that went down says nothing: the system asks it, not its busy processes.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._lock = threading.Lock()
+        self._rest = b""
+
+    def send(self, what: str, **content: Any) -> None:
+        """Send a message; to an end that is gone, nothing: receiving notices that."""
+        data = json.dumps({"type": what, **content}).encode() + b"\n"
+        with self._lock:
+            try:
+                self.socket.sendall(data)
+            except OSError:
+                pass
+
+    def receive(self) -> list[Message] | None:
+        """Return what has come, None once the other end is gone."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:  # a stranger: ports are scanned
+            return None
+
+
+@dataclass
+class Beat:
+    """The last sign of life of a rank."""
+
+    doing: str = "starting"
+    age: float = 0.0
+    """Seconds since it began that, when it said so."""
+    is_waiting: bool = False
+    """For other ranks."""
+    is_overdue: bool = False
+    """A timed step that takes too long."""
+    heard: float = field(default_factory=time.monotonic)
+
+    @property
+    def silence(self) -> float:
+        """Return the seconds since then."""
+        return time.monotonic() - self.heard
+
+
+def is_frozen(beat: Beat, interval: float) -> bool:
+    """Return whether a rank that should say something every ``interval`` seconds does not."""
+    return beat.silence > 3 * interval
+
+
+def culprit(beats: Mapping[int, Beat], interval: float) -> int:
+    """Return the rank that all others seem to wait for.
+
+    It is among those that do not wait in a collective (or can no longer say so), if there are any;
+    of these, and else of all, the one that has begun nothing new for longest.
+    """
+    busy = [
+        rank for rank, beat in beats.items() if not beat.is_waiting or is_frozen(beat, interval)
+    ]
+    return max(busy or beats, key=lambda rank: (beats[rank].age + beats[rank].silence, -rank))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why a run ends, as all ranks are told."""
+
+    kind: Kind
+    rank: int
+    printer: int
+    """The rank that prints it."""
+    title: str
+    """One line that names the rank and what it was at."""
+    failure: Message | None
+    """What the rank said itself."""
+    when: float
+
+    @property
+    def code(self) -> int:
+        """Return the exit code of all ranks."""
+        return self.failure["code"] if self.failure else 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the rank's message says it all."""
+        return self.failure is not None and bool(self.failure["is_plain"])
+
+
+@dataclass
+class _Member:
+    link: Link
+    beat: Beat = field(default_factory=Beat)
+    has_left: bool = False
+    has_shown: bool = False
+
+
+class Hub(threading.Thread):
+    """Listens to all ranks of a run; see the top of this file.
+
+    Args:
+        interval: seconds between two beats of a rank.
+        pulse: of rank 0, whose last step all ranks must know if it dies.
+    """
+
+    def __init__(self, interval: float, pulse: Pulse) -> None:
+        super().__init__(name="hub", daemon=True)
+        self.interval, self._pulse = interval, pulse
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        self.port: int = self._listener.getsockname()[1]
+        self.token = secrets.token_hex(16)
+        """What a rank must say to be listened to: anybody can find the port."""
+        self.finished = threading.Event()
+        """Nothing is left to do here: rank 0 may go."""
+        self._places: Sequence[str] = ()
+        self._members: dict[int, _Member] = {}
+        self._ranks: dict[Link, int] = {}
+        self._strangers: set[Link] = set()
+        self._held: dict[int, Message] = {}
+        self._held_until = self._show_at = self._end_at = self._finish_at = float("inf")
+        self._cause: Cause | None = None
+        self._is_printed = False
+        self._over = False
+        self._next_beat = 0.0
+
+    def open(self, places: Sequence[str]) -> None:
+        """Begin to listen, given the coordinates of every rank."""
+        self._places = places
+        self.start()
+
+    def close(self) -> None:
+        """Tell all ranks that the run is over and that nothing is to be watched any more."""
+        self._over = True
+        self.join(timeout=2 * PATIENCE)
+
+    def forget(self) -> None:
+        """Close what a forked child has inherited, so that the death of this process is seen."""
+        self._listener.close()
+        for link in [*self._strangers, *(member.link for member in self._members.values())]:
+            link.socket.close()
+
+    def run(self) -> None:
+        """Serve until the run is over or has failed."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ, None)
+                while not self.finished.is_set():
+                    for key, _ in selector.select(_TICK):
+                        self._serve(key, selector)
+                    self._tick(time.monotonic())
+        finally:  # should this fail, nobody must believe to be watched
+            self.forget()
+
+    def _serve(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+        """Take what a connection has brought."""
+        if key.data is None:
+            link = Link(self._listener.accept()[0])
+            self._strangers.add(link)
+            selector.register(link.socket, selectors.EVENT_READ, link)
+            return
+        messages = key.data.receive()
+        for message in messages or ():
+            self._take(key.data, message)
+        if messages is None:
+            selector.unregister(key.fileobj)
+            self._closed(key.data)
+
+    def _take(self, link: Link, message: Message) -> None:
+        if link in self._strangers:
+            if isinstance(message, dict) and message.get("token") == self.token:
+                self._strangers.discard(link)
+                rank = self._ranks[link] = message["rank"]
+                self._members[rank] = _Member(link)
+            return
+        rank = self._ranks[link]
+        member, kind = self._members[rank], message.pop("type")
+        if kind == "beat":
+            member.beat = Beat(**message)
+        elif kind == "failed":
+            self._failed(rank, message)
+        elif kind == "printed":
+            self._show_at, self._is_printed = 0.0, True
+        elif kind == "shown":
+            member.has_shown = True
+        elif kind == "bye":
+            member.has_left = True
+
+    def _closed(self, link: Link) -> None:
+        link.socket.close()
+        if link in self._strangers:
+            self._strangers.discard(link)
+            return
+        rank = self._ranks.pop(link)
+        member = self._members.pop(rank)
+        if not member.has_left and self._cause is None and not self._over:
+            what = "died without a word: it was killed, or its machine went down"
+            self._decide("died", rank, f"{what}; {last_sign(member.beat)}")
+
+    def _failed(self, rank: int, failure: Message) -> None:
+        if self._cause is not None:
+            return
+        if not failure["is_lost"]:
+            self._decide("failed", rank, f"failed in {failure['doing']}", failure)
+            return
+        self._held[rank] = failure
+        self._held_until = min(self._held_until, time.monotonic() + PATIENCE)
+
+    def _tick(self, now: float) -> None:
+        if now >= self._next_beat and self._cause is None and not self._over:
+            self._next_beat = now + self.interval
+            self._tell("beat", doing=str(self._pulse))
+        if self._over and self._finish_at == float("inf"):
+            self._tell("over")
+            self._finish_at = now + PATIENCE
+        if self._cause is None and not self._over:
+            self._look(now)
+        if now >= self._show_at:
+            self._show(now)
+        shown = all(member.has_shown for member in self._members.values())
+        if now >= self._end_at or (self._end_at < float("inf") and shown):
+            self._end_at, self._finish_at = float("inf"), now + FAREWELL
+            self._tell("end")
+        if self._finish_at < float("inf") and (now >= self._finish_at or not self._others()):
+            self.finished.set()
+
+    def _show(self, now: float) -> None:
+        """Let all ranks say where they stood; first let another rank print what one did not."""
+        assert self._cause is not None
+        silent = self._cause.printer
+        other = min((rank for rank in self._members if rank != silent), default=silent)
+        if not self._is_printed and silent == self._cause.rank != other:
+            self._appoint(replace(self._cause, printer=other))
+            return
+        self._show_at, self._end_at = float("inf"), now + PATIENCE
+        self._tell("show")
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self._members if rank != 0]
+
+    def _look(self, now: float) -> None:
+        """Decide on a cause where time has passed."""
+        beats = {rank: member.beat for rank, member in self._members.items()}
+        limit = self._pulse.limit
+        overdue = any(beat.is_overdue or beat.silence > limit for beat in beats.values())
+        if overdue or any(failure["is_late"] for failure in self._held.values()):
+            rank = culprit(beats, self.interval)
+            if overdue or not beats[rank].is_waiting:
+                age = beats[rank].age + beats[rank].silence
+                what = f"stalled: nothing new for {age:.0f} s"
+                self._decide("stalled", rank, f"{what}; {last_sign(beats[rank])}")
+                return
+        if now >= self._held_until:
+            rank, failure = next(iter(self._held.items()))
+            self._decide("failed", rank, f"failed in {failure['doing']}", failure)
+
+    def _decide(self, kind: Kind, rank: int, what: str, failure: Message | None = None) -> None:
+        member = self._members.get(rank)
+        printer = rank
+        if member is None or (kind == "stalled" and is_frozen(member.beat, self.interval)):
+            printer = min((other for other in self._members if other != rank), default=rank)
+        title = f"{named(self._places, rank)} {what}"
+        self._appoint(
+            Cause(
+                kind=kind,
+                rank=rank,
+                printer=printer,
+                title=title,
+                failure=failure,
+                when=time.time(),
+            )
+        )
+
+    def _appoint(self, cause: Cause) -> None:
+        """Tell the cause to all; its printer answers when it has printed it."""
+        self._cause, self._show_at = cause, time.monotonic() + PATIENCE
+        self._tell("cause", **cause.__dict__)
+
+    def _tell(self, what: str, **content: Any) -> None:
+        for member in self._members.values():
+            member.link.send(what, **content)
+
+
+def last_sign(beat: Beat) -> str:
+    """Return what is known of a rank that does not speak any more."""
+    return f"last heartbeat {beat.silence:.1f} s ago: {beat.doing}"
+
+
+def named(places: Sequence[str], rank: int) -> str:
+    """Return how a message begins that is about a rank: its coordinates and number."""
+    return f"{places[rank]} rank {rank}"
