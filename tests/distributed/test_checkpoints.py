@@ -1,15 +1,35 @@
 """Checkpoints of several ranks: resumed on the same layout bit for bit, on another as one process.
 
-Whole runs of pretrain_gpt.py on ranks of the worker pool, with made-up tokens.
+Whole runs of pretrain_gpt.py on ranks of the worker pool, with made-up tokens; and saves and loads
+of a small model alone, where one rank fails.
 """
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core import rng
+from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing.format import Index
+from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError
+from megatron.core.dist_checkpointing.save import Staged
+from megatron.core.grid import ParallelConfig
+from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import build_chunks
+from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
+from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
+from megatron.core.pipeline_parallel.stages import make_stages
+from megatron.core.precision.config import PrecisionConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.utils import silent
+from megatron.training.checkpoint_facts import RunFacts
+from megatron.training.checkpoint_load import load_checkpoint
+from megatron.training.checkpoint_save import save_checkpoint
+from megatron.training.config import CheckpointConfig
+from megatron.training.state import TrainState
 from tests.harness import Pool
 from tests.programs import assert_rows_equal, launch, metrics
 
@@ -105,3 +125,79 @@ def test_another_layout_goes_on_as_one_process(
     printed = train(pool, after, tmp_path, *NO_DROPOUT.split(), "--load", "save")
     assert "weights loaded, optimizer loaded" in printed
     assert_equal(tmp_path, straight)
+
+
+def build(mesh: Mesh) -> tuple[list[nn.Module], Optimizer]:
+    config = TransformerConfig.resolve(
+        num_layers=2, hidden_size=16, num_attention_heads=2, max_position_embeddings=8
+    )
+    stages = make_stages(2, mesh.pp.size)
+    mine = [stages[mesh.pp.coordinate]]
+    chunks: list[nn.Module] = [*build_chunks(config, mesh, mine, vocab_size=6)]
+    for chunk in chunks:
+        rng.initialize(chunk, seed=1)
+    return chunks, build_optimizer(OptimizerConfig.resolve(), chunks, mesh, PrecisionConfig())
+
+
+FACTS = RunFacts(
+    config={}, schedule=None, tokenizer="", vocabulary=6, vocabulary_rows=6, objective="tokens"
+)
+
+
+def save_while_one_disk_is_full(rank: int, folder: str, full: int) -> list[str | None]:
+    """Save three times, the second time with a full disk on one rank; return the errors."""
+    mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
+    chunks, optimizer = build(mesh)
+    config, write, errors = CheckpointConfig(save=folder), save.write, []
+    for iteration in (1, 2, 3):
+
+        def attempt(staged: Staged, partial: Path, rank: int, now: int = iteration) -> Index:
+            if now == 2 and rank == full:
+                raise OSError(errno.ENOSPC, "no space left")
+            return write(staged, partial, rank)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(save, "write", attempt)
+            saved = save_checkpoint(
+                config, mesh, chunks, optimizer, TrainState(iteration), FACTS, silent
+            )
+        errors.append(saved.error)
+        assert (saved.folder is None) == (saved.error is not None)
+    return errors
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(
+    pool: Pool, tmp_path: Path, full: int
+) -> None:
+    here, there = pool.run(2, save_while_one_disk_is_full, str(tmp_path), full)
+    assert here == there == [None, f"rank {full}: [Errno 28] no space left", None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000001",
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def load_what_is_damaged(rank: int, folder: str) -> str:
+    """Load a checkpoint and return the error."""
+    mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
+    chunks, optimizer = build(mesh)
+    before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
+    config, schedule = CheckpointConfig(load=folder), ScheduleConfig(lr=0.1)
+    with pytest.raises(DamagedError) as caught:
+        load_checkpoint(config, schedule, mesh, chunks, optimizer, FACTS, silent)
+    after = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return str(caught.value)
+
+
+def test_damage_to_one_rank_s_file_is_an_error_on_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_while_one_disk_is_full, str(tmp_path), 2)  # none is
+    file = tmp_path / "iter_0000003" / "rank00001.bin"
+    content = bytearray(file.read_bytes())
+    content[8] ^= 1
+    file.write_bytes(content)
+    here, there = pool.run(2, load_what_is_damaged, str(tmp_path))
+    assert here == there
+    assert "rank00001.bin from byte 0 does not match its checksum" in here

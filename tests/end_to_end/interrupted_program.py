@@ -1,6 +1,6 @@
 """pretrain_gpt.py in which one rank does something in the middle of iteration 2.
 
-Its first words are the rank and what it does: ``signal``, ``late`` or ``file``.
+Its first words are the rank and what it does, in each microbatch: ``signal``, ``late`` or ``file``.
 """
 
 import os
@@ -23,8 +23,8 @@ def main(words: list[str]) -> int:
 
     def forward_step(model: Any, batch: Any, x: Any, dropout: Any) -> Any:
         nonlocal acted
-        if mine and not acted and dropout is not None and dropout.iteration == 2:
-            acted = True  # a second signal would end the process at once
+        if mine and dropout is not None and dropout.iteration == 2:
+            acted = True
             if act == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif act == "file":

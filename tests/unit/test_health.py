@@ -103,14 +103,20 @@ def test_a_stop_file_is_seen_and_obeyed_once(tmp_path: Path) -> None:
     assert not stopping.clear_stop_file(str(tmp_path))
 
 
-def test_a_second_signal_has_its_default_action() -> None:
-    original = signal.getsignal(signal.SIGUSR2)
-    with ExitSignal(signal.SIGUSR2) as exit_signal:
+def test_a_later_signal_has_its_default_action_and_an_echo_none() -> None:
+    """With a signal that does nothing by default, so that the test lives on."""
+    original, now = signal.getsignal(signal.SIGWINCH), 100.0
+    with ExitSignal(signal.SIGWINCH, lambda: now) as exit_signal:
         assert not exit_signal.received
-        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGWINCH)
         assert exit_signal.received
-        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGUSR2) == original
+        now += 1.0
+        os.kill(os.getpid(), signal.SIGWINCH)
+        assert signal.getsignal(signal.SIGWINCH) == exit_signal._handle
+        now += 10.0
+        os.kill(os.getpid(), signal.SIGWINCH)
+        assert signal.getsignal(signal.SIGWINCH) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGWINCH) == original
 
 
 @pytest.mark.parametrize(
