@@ -123,9 +123,9 @@ def test_misspelled_layouts(text: str, said: str) -> None:
     ("layers", "placement", "way", "said"),
     [
         (20, Placement(1), {"last": 1}, r"last-pipeline-num-layers \(1\) needs .* at least 2"),
-        (20, Placement(2), {"first": 4, "last": 4}, r"leaves 12 of --num-layers \(20\)"),
+        (20, Placement(2), {"first": 4, "last": 4}, r"must be --num-layers \(20\)"),
         (20, Placement(4), {"first": 19}, r"leaves 1 of --num-layers \(20\) for the other 3 ranks"),
-        (20, Placement(2, 4), {"first": 3}, r"--num-virtual-.* \(4\) on rank 0: 3"),
+        (20, Placement(2, 4), {"first": 3}, r"--num-virtual-.* 4\) on rank 0: 3"),
         (3, Placement(2, 2), {}, r"\(3\) must be at least 4 = --pipeline-.* \(2\)"),
         (20, Placement(2, 2, "v"), {"first": 4}, "V-shaped"),
         (20, Placement(2), {"first": 4, "account_for_loss": True}, "keep one"),

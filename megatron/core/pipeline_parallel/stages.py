@@ -73,7 +73,7 @@ def plan_stages(
     """
     ends = first is not None or last is not None
     accounts = account_for_embedding or account_for_loss
-    given = [f"{FIRST}/last-pipeline-num-layers"] * ends + [ACCOUNT] * accounts
+    given = [_ends(first, last)] * ends + [ACCOUNT] * accounts
     given += [LAYOUT] * (layout is not None)
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each say how layers are split; keep one")
@@ -168,30 +168,40 @@ def _with_given_ends(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> list[int]:
     """Return a split in which the first or last rank holds a given number of layers."""
-    said = [f"{FIRST} ({first})"] * (first is not None) + [f"{LAST} ({last})"] * (last is not None)
-    ends, ranks = " + ".join(said), placement.num_ranks
+    ends, ranks = _ends(first, last), placement.num_ranks
     if placement.shape == "v":
         raise UserError(f"{ends}: in a V-shaped schedule rank 0 is both; give {LAYOUT} instead")
     if ranks == 1:
         raise UserError(f"{ends} needs {SIZE} of at least 2: one rank holds all layers")
-    middle = ranks - len(said)
-    rest = num_layers - (first or 0) - (last or 0)
-    if rest < middle or (middle == 0 and rest):
+    middle = ranks - (first is not None) - (last is not None)
+    rest, least = num_layers - (first or 0) - (last or 0), middle * placement.num_chunks
+    if middle == 0 and rest:
         raise UserError(
-            f"{ends} leaves {rest} of --num-layers ({num_layers}) for the other {middle} ranks of "
-            f"{SIZE} ({ranks})"
+            f"{ends} must be --num-layers ({num_layers}), since {SIZE} ({ranks}) has no other ranks"
+        )
+    if rest < least:
+        raise UserError(
+            f"{ends} leaves {rest} of --num-layers ({num_layers}) for the other {middle} "
+            f"rank{'s' * (middle > 1)} of {SIZE} ({ranks}), with {placement.num_chunks} "
+            f"stage{'s' * (placement.num_chunks > 1)} each; give it at most {num_layers - least}"
         )
     by_rank = [first] * (first is not None) + _evenly(rest, middle) + [last] * (last is not None)
     held = [count for count in by_rank if count is not None]
     short = [f"rank {rank}: {n}" for rank, n in enumerate(held) if n < placement.num_chunks]
     if short:
         raise UserError(
-            f"{ends} of --num-layers ({num_layers}) leaves fewer layers than {PER_RANK} "
-            f"({placement.num_chunks}) on {', '.join(short)}"
+            f"{ends} of --num-layers ({num_layers}) leaves fewer layers than stages "
+            f"({PER_RANK} {placement.num_chunks}) on {', '.join(short)}; give a layer to each stage"
         )
     chunks = [_evenly(count, placement.num_chunks) for count in held]
     owners = [placement.owner(position) for position in range(placement.num_stages)]
     return [chunks[rank][chunk] for rank, chunk in owners]
+
+
+def _ends(first: int | None, last: int | None) -> str:
+    """Return the flags of given ends, with their values."""
+    named = ((FIRST, first), (LAST, last))
+    return " + ".join(f"{flag} ({value})" for flag, value in named if value is not None)
 
 
 def _laid_out(
