@@ -1,0 +1,95 @@
+"""One rank's training step on fake CUDA tensors, in a world of any size, without CUDA.
+
+    python -m tests.fake_cuda.step GUARD.so < CASES
+
+Each line of CASES is a JSON object: rank, world_size, flags. For each a JSON object comes out.
+
+Fake tensors have shapes, dtypes and devices but no memory, and the process group is one that only
+pretends. So this finds what would fail on a GPU before any number is computed: tensors of two
+devices in one operation, a read of a device's value (which would stall its stream), a collective
+over tensors that do not fit; and it counts what is communicated.
+"""
+
+import ctypes
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROWS = 4096
+"""Of the vocabulary, on any layout."""
+
+
+def load(guard: str) -> None:
+    """Load the guard; torch must not be imported yet."""
+    assert "torch" not in sys.modules, "the guard comes before torch"
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(Path(found.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(guard)
+
+
+def step(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
+    """Run one step and return what it held and communicated."""
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import pretrain_gpt
+    from megatron.core import comm
+    from megatron.core.optimizer.optimizer import build_optimizer
+    from megatron.core.tokenizers.vocabulary import Vocabulary
+    from megatron.training import setup
+    from megatron.training.arguments import parse
+    from megatron.training.passes import build_passes
+    from megatron.training.timers import Timers
+
+    config = parse(flags, "pretrain_gpt", world_size=world_size).config
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    device = torch.device("cuda", 0)
+    mesh = setup.connected_mesh(config, device)
+    vocabulary = Vocabulary(ids_in_use=ROWS, rows=ROWS, padded_rows=ROWS)
+    mine = [config.stages[at] for at in config.placement.positions(mesh.pp.coordinate)]
+    with FakeTensorMode():
+        chunks = pretrain_gpt.build_model(config, mesh, vocabulary, mine)
+        optimizer = build_optimizer(
+            config.optimizer, chunks, mesh, config.precision, config.replicas
+        )
+        passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
+        samples, sequence = config.training.micro_batch_size, config.data.seq_length
+        tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device)
+        mask = torch.ones(samples, sequence, device=device)
+        count = config.training.global_batch_size // config.samples_per_pass
+        batches = [{"tokens": tokens, "labels": tokens, "loss_mask": mask}] * count
+        for _ in range(2):  # gradient sums overlap from the second on
+            optimizer.zero_grad()
+            with comm.counting() as traffic:
+                passes.train(
+                    batches,
+                    count,
+                    passes.accumulator(),
+                    nominal=1.0,
+                    key_of=lambda number: None,  # type: ignore[arg-type,return-value]
+                    before_last_backward=optimizer.data_parallel.begin,
+                    after_last_backward=optimizer.data_parallel.finish,
+                )
+                optimizer.data_parallel.reduce_gradients()
+                optimizer.step(1.0, lr=1e-3, weight_decay=0.1)
+        tensors = [t for chunk in chunks for p in chunk.parameters() for t in (p, p.grad)]
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        memory = optimizer.memory()
+    dist.destroy_process_group()
+    counted = {
+        f"{axis} {op}": [traffic.calls[axis, op], size]
+        for (axis, op), size in traffic.bytes.items()
+    }
+    return {"devices": devices, "memory": memory, "traffic": counted, "microbatches": count}
+
+
+if __name__ == "__main__":
+    load(sys.argv[1])
+    for line in sys.stdin:
+        print(json.dumps(step(**json.loads(line))), flush=True)

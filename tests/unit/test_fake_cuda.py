@@ -1,0 +1,134 @@
+"""A training step on fake CUDA tensors, up to 6,144 ranks: devices, shapes, waits, bytes held."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training import traffic
+from megatron.training.arguments import parse
+from megatron.training.config import RunConfig
+from megatron.training.memory_plan import MemoryPlan
+from tests.fake_cuda.step import ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 "
+    "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 2"
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--group-query-attention --untie-embeddings-and-output-weights"
+)
+LARGE = (
+    "--num-layers 16 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 "
+    f"--num-query-groups 8 --seq-length 8192 --bf16 --micro-batch-size 1 {LLAMA}"
+)
+TP2, PP2, CP2 = (
+    f"--{name}-size 2"
+    for name in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
+)
+CASES = {
+    "one": (0, 1, SMALL),
+    "tp dropout": (1, 2, f"{SMALL} {TP2}"),
+    "tp sp pp dp": (
+        5,
+        8,
+        f"{SMALL} {TP2} {PP2} --sequence-parallel --overlap-grad-reduce --global-batch-size 4",
+    ),
+    "tp overlap": (1, 2, f"{SMALL} {TP2} --sequence-parallel --tp-comm-overlap"),
+    "shared groups": (
+        2,
+        4,
+        f"{SMALL} {LLAMA} --num-query-groups 2 --tensor-model-parallel-size 4",
+    ),
+    "interleaved": (1, 2, f"{SMALL} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "zb-h1": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-h1"),
+    "zb-v": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-v"),
+    "ring": (1, 2, f"{SMALL} {LLAMA} --num-query-groups 4 {CP2} --attention-dropout 0"),
+    "gathered": (1, 2, f"{SMALL} {CP2} --cp-comm-type all_gather --attention-dropout 0"),
+    "ulysses": (1, 2, f"{SMALL} {CP2} --cp-comm-type a2a --attention-dropout 0"),
+    "6144": (
+        4711,
+        6144,
+        f"{LARGE} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
+        "--global-batch-size 96 --sequence-parallel --overlap-grad-reduce",
+    ),
+}
+COMMON = "--lr 1e-3 --mock-data --train-iters 3"
+
+
+def words(name: str) -> list[str]:
+    return f"{CASES[name][2]} {COMMON}".split()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run all cases in one process."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, to build a guard for fake CUDA devices")
+    if torch.cuda.is_available():
+        pytest.skip("needs a torch without CUDA: with one, tests/gpu runs the real thing")
+    guard, base = tmp_path_factory.mktemp("guard") / "guard.so", Path(torch.__file__).parent
+    subprocess.run(
+        [
+            *("g++", "-std=c++20", "-O1", "-shared", "-fPIC"),
+            *(f"-I{base / 'include'}", str(ROOT / "tests/fake_cuda/guard.cpp")),
+            *("-o", str(guard), f"-L{base / 'lib'}", "-lc10", "-ltorch_cpu"),
+        ],
+        check=True,
+    )
+    lines = [
+        json.dumps({"rank": rank, "world_size": world, "flags": words(name)})
+        for name, (rank, world, _) in CASES.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.step", str(guard)],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_on_the_device(results: dict[str, Any], name: str) -> None:
+    assert results[name]["devices"] == ["cuda:0"]
+
+
+def config_of(name: str) -> RunConfig:
+    return parse(words(name), "pretrain_gpt", world_size=CASES[name][1]).config
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_what_the_plan_says(results: dict[str, Any], name: str) -> None:
+    config = config_of(name)
+    _, planned = MemoryPlan(config, ROWS).fixed[coordinates(config, name)["pp"]]
+    held = results[name]["memory"]
+    assert {key: size for key, size in held.items() if size} == {
+        key: size for key, size in planned.items() if size
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_sends_what_the_plan_says(results: dict[str, Any], name: str) -> None:
+    config, result = config_of(name), results[name]
+    at = coordinates(config, name)
+    planned = traffic.expected(config, ROWS, result["microbatches"], at)
+    # The step here leaves out what the loop sums over the world.
+    assert {key: tuple(cost) for key, cost in result["traffic"].items() if "world" not in key} == {
+        f"{axis} {op}": tuple(cost) for (axis, op), cost in planned.items() if axis != "world"
+    }
+
+
+def coordinates(config: RunConfig, name: str) -> dict[str, int]:
+    rank, world, _ = CASES[name]
+    return config.parallel.grids(world)[0].coordinates(rank)
