@@ -130,10 +130,11 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     if placement.num_ranks == 1:
         return
     schedule = config.pipeline.schedule(placement, count)
+    which = "an" if config.batch_sizes.is_constant else "the largest"
     yield (
-        f"schedule {schedule.name}: {placement.num_ranks} ranks x {placement.num_chunks} stages, "
-        f"{count} microbatches in {'the largest' if not config.batch_sizes.is_constant else 'an'} "
-        "iteration"
+        f"schedule {schedule.name}: {placement.num_ranks} ranks with {placement.num_chunks} "
+        f"stage{'s' * (placement.num_chunks > 1)} each, {count} "
+        f"microbatch{'es' * (count > 1)} in {which} iteration"
     )
     if not config.training.skip_train:
         text, value = pipeline_plan.closed_form(schedule)

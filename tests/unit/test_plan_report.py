@@ -1,10 +1,13 @@
 """The text of a dry run: what its sections say, and that a large world is planned quickly."""
 
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.core.utils import UserError
 from megatron.training.arguments import parse
 from megatron.training.plan_report import report
 
@@ -57,3 +60,163 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert lines[-1] == "no training data: a run is refused"
     (line,) = data_lines("--train-data-path", tmp_path / "x", "--eval-iters", 0)
     assert line == f"train 100.00% 50 samples absent tokens/epoch ? epochs {tmp_path / 'x'}"
+
+
+SMALL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 --tokenizer-type NullTokenizer "
+    "--dry-run"
+)
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """Return a plan's lines by section, in single spaces."""
+    parts = report(parse(f"{SMALL} {text}".split()), "pretrain_gpt").split("\n\n")[1:]
+    lines = [[" ".join(line.split()) for line in part.splitlines()] for part in parts]
+    return {part[0].rstrip(":"): part[1:] for part in lines}
+
+
+def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
+    found = sections(
+        "--dry-run-world-size 8 --pipeline-model-parallel-size 2 --global-batch-size 32 "
+        "--num-layers 3 --lr-decay-style cosine --data-impl mmap"
+    )
+    assert found["layout"] == [
+        "processes 8 = tensor 1 x context 1 x data 4 x pipeline 2",
+        "ranks count up along tensor, then context, then data, then pipeline",
+        "ranks of a process group: dp 4, dp_cp 4, pp 2, ends 2, edp 4, world 8",
+        "layers per stage: 2 1 = 3",
+    ]
+    assert found["pipeline"] == [
+        "schedule 1f1b: 2 ranks with 1 stage each, 4 microbatches in an iteration",
+        "bubble 25.00% of the work by simulation, 25.00% by the closed form (p-1)/m "
+        "(stages taken as equal, transfers as free)",
+        "by rank, its stages with their layers (E embedding, L head), and the most microbatches "
+        "alive at once:",
+        "0 0: E 0-1; 2 alive",
+        "1 1: 2 L; 1 alive",
+    ]
+    assert found["batches"] == [
+        "micro-batch 2 x 4 replicas x 4 microbatches = global batch 32",
+        "10 iterations = 320 samples = 10.24K tokens",
+    ]
+    assert "vocabulary 101 rows, padded to 128" in found["parameters"][-1]
+    assert "FLOPs per iteration" in found["operations"][0]
+    memory = found["memory by pipeline rank"]
+    assert [line.split(":")[0] for line in memory[:2]] == ["rank 0", "rank 1"]
+    assert memory[2].startswith("largest micro-batch that fits 80 GiB")
+    assert any("--data-impl mmap" in line for line in found["settings"])
+    assert sum("weight decay" in line for line in found["learning rate"]) == 5
+
+
+def test_a_v_has_both_ends_on_one_rank_and_another_order_of_ranks() -> None:
+    found = sections(
+        "--dry-run-world-size 16 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --use-tp-pp-dp-mapping "
+        "--expert-tensor-parallel-size 4 --global-batch-size 24"
+    )
+    assert found["layout"][:2] == [
+        "processes 16 = tensor 2 x context 2 x data 2 x pipeline 2",
+        "ranks count up along tensor, then context, then pipeline, then data",
+    ]
+    assert found["pipeline"][0] == (
+        "schedule zb-v: 2 ranks with 2 stages each, 6 microbatches in an iteration"
+    )
+    assert found["pipeline"][3:] == ["0 0: E 0-1 | 3: 6-7 L; 2 alive", "1 1: 2-3 | 2: 4-5; 2 alive"]
+
+
+def test_stages_that_are_laid_out_and_many_alike() -> None:
+    laid = sections(
+        "--dry-run-world-size 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout E|t*4||t*4,L"
+    )
+    assert laid["layout"][-1] == "layers per stage: 0 4 0 4 = 8"
+    assert laid["pipeline"][3:] == ["0 0: E | 2: none; 1 alive", "1 1: 0-3 | 3: 4-7 L; 1 alive"]
+    many = sections("--dry-run-world-size 20 --pipeline-model-parallel-size 20 --num-layers 40")
+    assert many["layout"][-1] == "layers per stage: 2 in each of 20 = 40"
+    # Inner ranks differ only by what is alive, here one microbatch on each.
+    assert [line.split(":")[0] for line in many["memory by pipeline rank"][:3]] == [
+        "rank 0",
+        "ranks 1-18",
+        "rank 19",
+    ]
+
+
+def test_a_run_of_evaluations_has_no_bubble_and_a_run_on_one_rank_no_pipeline() -> None:
+    found = sections("--skip-train --dry-run-world-size 2 --pipeline-model-parallel-size 2")
+    assert len(found["pipeline"]) == 4 and not any("bubble" in line for line in found["pipeline"])
+    assert all(
+        "weights" in line and "states" not in line for line in found["memory by pipeline rank"]
+    )
+    assert "pipeline" not in sections("")
+    assert len(sections("")["memory per rank"]) == 2
+
+
+def test_a_batch_that_grows_is_planned_at_its_largest() -> None:
+    found = sections(
+        "--dry-run-world-size 2 --pipeline-model-parallel-size 2 --rampup-batch-size 4 4 100 "
+        "--global-batch-size 16"
+    )
+    assert found["pipeline"][0].endswith("8 microbatches in the largest iteration")
+
+
+def test_the_plan_without_data_or_tokenizer_says_so() -> None:
+    words = RUN.replace("--tokenizer-type NullTokenizer --vocab-size 50", "").split()
+    text = report(parse([*words, "--data-path", "nowhere"]), "pretrain_gpt")
+    assert "absent tokens/epoch         ? epochs  nowhere" in text
+    assert "vocabulary 50,257 rows" in text and "as a guess" in text
+    assert "none named" in report(parse(words), "pretrain_gpt")
+
+
+def test_a_world_of_6144_gpus_is_planned_in_seconds() -> None:
+    """128 stages and 512 microbatches: 131,072 actions, of which few are played through."""
+    begin = time.process_time()
+    found = sections(
+        "--dry-run-world-size 6144 --tensor-model-parallel-size 8 --sequence-parallel "
+        "--pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 8 "
+        "--num-layers 128 --num-attention-heads 96 --hidden-size 12288 --seq-length 4096 --bf16 "
+        "--global-batch-size 24576 --micro-batch-size 1"
+    )
+    assert time.process_time() - begin < 10  # it takes 2
+    # 15 / (8 x 512)
+    assert found["pipeline"][1].startswith("bubble 0.37% of the work by simulation, 0.37%")
+    assert found["pipeline"][3].endswith("112: 112; 17.875 alive")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+            "--num-virtual-stages",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "interleaved or zb-v",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 8",
+            r"\(8\) leaves 0 of --num-layers \(8\) .* at most 7",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+            "--decoder-last-pipeline-num-layers 3",
+            r"\(3\) \+ .* \(3\) must be --num-layers \(8\)",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3 "
+            "--account-for-loss-in-pipeline-split",
+            r"last-pipeline-num-layers \(3\) and --account-for.* keep one",
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
+            r"--hierarchical-context-parallel-sizes .* product --context-parallel-size \(2\)",
+        ),
+        ("--context-parallel-size 2 --seq-length 30", r"\(30\) .* try 28 or 32"),
+        ("--tensor-model-parallel-size 2 --num-attention-heads 7", "not divisible by"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_numbers(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse(f"{SMALL} --dry-run-world-size 2 {text}".split())
