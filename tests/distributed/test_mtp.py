@@ -1,14 +1,21 @@
-"""Multi-token prediction on every layout is the serial one: losses, norms, gradients, weights."""
+"""Multi-token prediction on every layout is the serial one: losses, norms, gradients, weights.
+
+And in whole runs: logs, evaluations, checkpoints that go on elsewhere, and text without it.
+"""
+
+from pathlib import Path
 
 import pytest
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.load import Checkpoint
 from megatron.training import equality, outcomes
 from megatron.training.arguments import parse
 from megatron.training.outcomes import Outcome
 from megatron.training.pretrain import Program
 from megatron.training.small_run import VOCABULARY
 from tests.harness import Pool
+from tests.programs import assert_rows_equal, launch, metrics
 from tools.verify_layout import closed_form
 
 IDS, DEPTHS, ITERATIONS = VOCABULARY, 2, 3
@@ -76,3 +83,34 @@ def test_equals_the_serial_run(
     apart = outcomes.compare(found, expected)
     assert apart.are_equal, apart
     assert found.traffic == moved
+
+
+def test_runs_log_save_and_go_on_elsewhere(pool: Pool, tmp_path: Path) -> None:
+    words = f"{BASE} {VARIANTS['untied']} --train-iters 4 --eval-interval 2 --eval-iters 1".split()
+    words += "--log-interval 1 --num-workers 0 --metrics-file metrics.jsonl --save save".split()
+
+    def train(folder: str, world: int, more: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        arguments = (*words, *more.split())
+        ended = launch(pool, world, "pretrain_gpt", *arguments, folder=tmp_path / folder)
+        assert [one.code for one in ended] == [0] * world
+        return ended[0].out
+
+    printed = train("whole", 1, "")
+    assert printed.count("| mtp_1 loss: ") == 4 and "| mtp_2 loss value: " in printed
+    train("parts", 2, f"{PP} 2 --exit-interval 2")
+    printed = train("parts", 4, f"{TP} 2 {PP} 2 --pipeline-schedule zb-v --load save")
+    assert "weights loaded, optimizer loaded" in printed
+    expected = metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert all({"lm_loss", "mtp_1_loss", "mtp_2_loss"} <= row.keys() for row in expected)
+    assert {row.get("split") for row in expected} == {None, "valid", "test"}
+    assert_rows_equal(metrics(tmp_path / "parts" / "metrics.jsonl"), expected)
+    with Checkpoint(tmp_path / "parts" / "save" / "iter_0000004") as checkpoint:
+        names = {key for key in checkpoint.index.tensors if key.startswith("model.mtp.layers.1.")}
+    ends = {name.removeprefix("model.mtp.layers.1.").removesuffix(".weight") for name in names}
+    assert {"enorm", "hnorm", "eh_proj", "final_layernorm"} <= ends
+    assert "transformer_layer.self_attention.linear_qkv" in ends
+
+    asked = "--load save --device cpu --max-new-tokens 3 --temperature 0 --prompt".split()
+    (text,) = launch(pool, 1, "tools.generate_text", *asked, "1 2", folder=tmp_path / "parts")
+    assert text.code == 0 and len(text.out.splitlines()[-1].split()) == 5

@@ -25,6 +25,8 @@ CHOICES = [
     "--softmax-type learnable --kv-channels 24 --add-qkv-bias --disable-bias-linear",
     "--qk-layernorm --geglu --apply-layernorm-1p --max-position-embeddings 50",
     "--qk-layernorm --normalization RMSNorm --squared-relu --position-embedding-type none",
+    "--position-embedding-type rope --mtp-num-layers 2",
+    "--position-embedding-type rope --mtp-num-layers 1 --untie-embeddings-and-output-weights",
 ]
 
 
@@ -34,9 +36,9 @@ def config(text: str = "") -> RunConfig:
 
 @pytest.mark.parametrize("text", CHOICES)
 def test_every_parameter_is_the_built_models(text: str) -> None:
-    model = config(text).model
+    run = config(text)
+    model, (stage,) = run.model, run.stages
     built = GPTModel(model, Mesh.serial(), vocab_size=100, padded_vocab_size=128)
-    stage = Stage(range(model.num_layers))
     planned = {p.name: p.shape for p in accounting.stage_parameters(model, 128, stage)}
     assert planned == {name: tuple(p.shape) for name, p in built.named_parameters()}
     assert accounting.parameter_count(model, 128) == sum(p.numel() for p in built.parameters())
@@ -115,6 +117,16 @@ def test_operations_are_megatrons_formula() -> None:
     assert accounting.flops_per_sample(model, seq, rows) == pytest.approx(expected, rel=1e-12)
 
 
+def test_operations_of_prediction_ahead() -> None:
+    """Each depth: a layer, a projection of 2 x 4 to 4, three norms of 4, and the head again."""
+    sizes = {"num_layers": 2, "hidden_size": 4, "num_attention_heads": 2, "ffn_hidden_size": 16}
+    sizes["position_embedding_type"] = "rope"
+    per_layer, head = 48 + 16 + 128 + 32, 40
+    model = TransformerConfig.resolve(**sizes, mtp_num_layers=2)
+    per_token = 4 * per_layer + 2 * (2 * 16 + 3 * 4) + 3 * head
+    assert accounting.flops_per_sample(model, 8, 10) == 8 * per_token * 2 * 3
+
+
 @pytest.mark.parametrize("text", [*CHOICES, "--qk-layernorm --untie-embeddings-and-output-weights"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -137,7 +149,7 @@ def test_buffers_are_planned_as_they_are_built(
         group_of=groups.grouping(run.optimizer),
         data_size=replicas,
     )
-    stage = Stage(range(run.model.num_layers))
+    (stage,) = run.stages
     items = accounting.buffer_items(
         list(
             accounting.stage_parameters(
@@ -160,3 +172,23 @@ def test_tied_ends_of_two_stages_have_buffers_of_their_own() -> None:
         items = accounting.buffer_items(list(accounting.stage_parameters(model, 128, stage)))
         alone = [plan for plan in plan_buffers(items, 1) if len(plan.slots) == 1]
         assert [plan.slots[0].name for plan in alone] == [name]
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_the_end_that_predicts_ahead_holds_the_embedding_too(untied: bool, schedule: str) -> None:
+    """As a copy in a buffer of its own, or as the very parameter where both ends meet."""
+    text = (
+        "--position-embedding-type rope --mtp-num-layers 1 --num-layers 4 "
+        f"--dry-run-world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
+    )
+    run = config(text + " --untie-embeddings-and-output-weights" * untied)
+    first, *_, last = (
+        {p.name: p for p in accounting.stage_parameters(run.model, 128, stage)}
+        for stage in run.stages
+    )
+    name, meet = "embedding.word_embeddings.weight", schedule == "zb-v"
+    assert (first[name].tied, first[name].apart) == (not meet, meet)
+    assert (name in last) == (not meet) and all(p.tied == (p.name == name) for p in last.values())
+    assert ("output_layer.weight" in last) == untied
+    assert "mtp.layers.0.eh_proj.weight" in last and not any("mtp" in other for other in first)

@@ -98,6 +98,21 @@ def test_the_loss_is_the_mean_of_iterations_that_were_not_skipped() -> None:
     assert "skipped iterations:   0" in lines[1]
 
 
+def test_auxiliary_losses_keep_their_names(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(facts(), [JsonLines(str(path))], lines.append)
+    losses = {"lm loss": 2.0, "mtp_1 loss": 3.0}
+    metrics.add(iteration(1, losses=losses))
+    metrics.print_line(NOW)
+    metrics.validation(iteration=1, consumed_samples=4, losses=losses, where="iteration 1")
+    metrics.close()
+    assert "| lm loss: 2.000000E+00 | mtp_1 loss: 3.000000E+00 |" in lines[0]
+    assert "| mtp_1 loss value: 3.000000E+00 |" in lines[1]
+    for row in map(json.loads, path.read_text().splitlines()):
+        assert (row["lm_loss"], row["mtp_1_loss"]) == (2.0, 3.0)
+
+
 def test_an_interval_without_a_trained_iteration_has_no_loss() -> None:
     lines: list[str] = []
     metrics = Metrics(facts(), [], lines.append)
