@@ -1,6 +1,6 @@
 """Every benchmark, one after the other: what `make benchmark` runs.
 
-    python benchmarks/run.py [NAME ...]        (train_step, preprocess, index_build, kernels)
+    python benchmarks/run.py [NAME ...]        (train_step, layouts, preprocess, index_build, kernels)
 
 Ratios are taken within one run, so they hold on a busy machine too; absolute figures do not. Each
 script tells by its `--help` what it measures and how.
@@ -29,6 +29,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         commands = {
             "train_step": ["train_step.py", "--size", "S", "M"],
+            "layouts": ["layouts.py", "--size", "M"],
             "preprocess": ["preprocess.py", plain_text(folder), "--mb", "90", "--rounds", "2"],
             "index_build": ["index_build.py", "--documents", "100_000_000"],
             "kernels": ["kernels.py"],
