@@ -74,6 +74,8 @@ class Pool:
             RankFailed: a rank raised.
             TimeoutError: the job did not end in time.
         """
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.close()  # somebody has ended this process's children
         self._grow(world)
         self._jobs += 1
         for rank in range(world):
