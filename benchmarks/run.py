@@ -1,6 +1,8 @@
 """Every benchmark, one after the other: what `make benchmark` runs.
 
-    python benchmarks/run.py [NAME ...]        (train_step, layouts, preprocess, index_build, kernels)
+    python benchmarks/run.py [NAME ...]
+
+Names: train_step, layouts, preprocess, index_build, kernels.
 
 Ratios are taken within one run, so they hold on a busy machine too; absolute figures do not. Each
 script tells by its `--help` what it measures and how.

@@ -2,6 +2,7 @@
 
     python tools/verify_layout.py FLAGS OF pretrain_gpt.py --layouts "tp2 sp pp2; cp2 dp2"
     python tools/verify_layout.py FLAGS OF pretrain_gpt.py --all 8
+    python tools/verify_layout.py FLAGS OF pretrain_gpt.py
 
 A small float64 model with every switch of yours is trained for three iterations on made-up samples,
 by one process and then on each layout by processes of this machine's CPU. One row per layout: the
@@ -14,7 +15,8 @@ Layouts are words, separated by semicolons:
 
 {words}
 
-Flags of yours that make a layout are set aside, since the words say all of it.
+With either, flags of yours that make a layout are set aside, since the words say all of it. With
+neither, your flags' own layout is checked, on two replicas.
 
     --layouts TEXT    the layouts to check
     --all N           every layout of 2 to N processes, those that the model does not fit left out
@@ -31,12 +33,14 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt
+from megatron.core.config import specs
+from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes
 from megatron.training import equality, layout_words, traffic
 from megatron.training.arguments import Settings, read_settings, run_main
 from megatron.training.config import RunConfig
-from megatron.training.layout_words import Layout, all_layouts, parse_layouts
+from megatron.training.layout_words import Layout, all_layouts, own_layout, parse_layouts
 from megatron.training.outcomes import TOLERANCE, Outcome, Traffic, compare
 from megatron.training.pretrain import Program
 from megatron.training.small_run import ITERATIONS, VOCABULARY, SmallRun
@@ -88,8 +92,8 @@ def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
-    if (options.layouts is None) == (options.all is None):
-        raise UserError('give either --layouts "tp2 pp2; cp2 dp2" or --all N; see --help')
+    if options.layouts is not None and options.all is not None:
+        raise UserError("--layouts and --all both say what is checked; keep one")
     if options.all is not None and options.all < 2:
         raise UserError(f"--all ({options.all}) must be at least 2: layouts of 2 to N processes")
     if not options.timeout > 0:
@@ -106,7 +110,10 @@ def plan(settings: Settings, options: argparse.Namespace) -> tuple[SmallRun, lis
     if options.all is not None:
         small = SmallRun(settings.values, layers_at_least=options.all)
         return small, all_layouts(options.all, small.values["num_layers"])
-    layouts = parse_layouts(options.layouts, PROGRAM)
+    if options.layouts is not None:
+        layouts = parse_layouts(options.layouts, PROGRAM)
+    else:
+        layouts = _own(settings)
     small = SmallRun(settings.values, max(one.size("pp") * one.size("vpp") for one in layouts))
     for layout in layouts:
         try:
@@ -114,6 +121,26 @@ def plan(settings: Settings, options: argparse.Namespace) -> tuple[SmallRun, lis
         except UserError as error:
             raise UserError(f"layout {layout.text!r} of the small run: {error}") from None
     return small, layouts
+
+
+def _own(settings: Settings) -> list[Layout]:
+    """Return the layout of the user's flags.
+
+    Raises:
+        UserError: they make none.
+    """
+    values = settings.values
+    stages = values.get("pipeline_model_parallel_size", 1)
+    pipeline = {name: values[name] for name in specs(PipelineConfig) if name in values}
+    layers = values.get("num_layers", 1)
+    chunks = PipelineConfig.resolve(**pipeline).placement(layers, stages).num_chunks
+    own = own_layout(values, chunks)
+    if own is None:
+        raise UserError(
+            "these flags make no layout of several processes; name some: "
+            '--layouts "tp2 pp2; cp2 dp2" or --all N (see --help)'
+        )
+    return [own]
 
 
 class Check:

@@ -12,7 +12,7 @@ overlap             gradients are summed during the backward
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.config import flag_of, specs
@@ -38,6 +38,18 @@ SWITCHES: Mapping[str, tuple[str, Any]] = {
     **{name: ("pipeline_schedule", name) for name in SCHEDULES},
     **{kind: ("cp_comm_type", (kind,)) for kind in KINDS},
 }
+OF_LAYERS = {
+    "num_layers_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_vp_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+}
+"""Settings that say how many layers a stage has."""
+MOST_PROCESSES = 16
+"""Of a layout that nobody named."""
 NAMES = {
     name
     for owner in (ParallelConfig, PipelineConfig, ContextParallelConfig, DataParallelConfig)
@@ -132,6 +144,36 @@ def all_layouts(largest_world: int, num_layers: int) -> list[Layout]:
             if more:
                 layouts.append(Layout(" ".join([*words, *last]), dp, values | more))
     return layouts
+
+
+def own_layout(values: Mapping[str, Any], num_chunks: int) -> Layout | None:
+    """Return the layout that a run's own flags make, with two replicas where that is small enough.
+
+    How many layers each stage has is left out: a small run has fewer. None for a run without a
+    layout.
+
+    Args:
+        values: what the user gave, by name.
+        num_chunks: stages of each pipeline rank, however the flags say it.
+
+    Raises:
+        UserError: it has more processes than a machine should start for this.
+    """
+    mine = {name: value for name, value in values.items() if name in NAMES - OF_LAYERS}
+    if num_chunks > 1:
+        mine[SIZES["vpp"]] = num_chunks
+    words = [f"{word}{mine[name]}" for word, name in SIZES.items() if mine.get(name, 1) > 1]
+    words += [word for word, (name, value) in SWITCHES.items() if mine.get(name) == value]
+    layout = Layout(" ".join(words), 1, mine)
+    if layout.world_size > MOST_PROCESSES:
+        raise UserError(
+            f"the layout of these flags ({layout.text}) has {layout.world_size} processes, more "
+            f"than {MOST_PROCESSES}: name a smaller one with the same words, such as --layouts "
+            f'"{" ".join(re.sub(r"[0-9]+", "2", word) for word in words)}"'
+        )
+    if 2 * layout.world_size <= MOST_PROCESSES and (words or values.get("overlap_grad_reduce")):
+        return replace(layout, text=f"{layout.text} dp2".strip(), replicas=2)
+    return layout if words else None
 
 
 def _meaning(word: str) -> tuple[str, Any]:

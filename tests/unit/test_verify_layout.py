@@ -290,7 +290,12 @@ def test_bytes_are_shown_beside_the_closed_form() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"{TINY}", "give either --layouts"),
+        (f"{TINY}", "make no layout of several processes"),
+        (f"{TINY} --layouts tp2 --all 2", "keep one"),
+        (
+            f"{TINY} --tensor-model-parallel-size 8 --context-parallel-size 4",
+            "32 processes, more than 16: name a smaller one with the same words",
+        ),
         (f"{TINY} --all 1", "--all (1) must be at least 2"),
         (f"{TINY} --all many", "--all"),
         (f"{TINY} --all 2 --timeout 0", "--timeout (0)"),
@@ -305,6 +310,25 @@ def test_wrong_commands_are_refused(words: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         tool.main(words.split())
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "world"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "tp2 sp dp2", 4),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            "pp2 vpp2 dp2",
+            4,
+        ),
+        ("--context-parallel-size 8 --cp-comm-type a2a", "cp8 a2a dp2", 16),
+        ("--overlap-grad-reduce", "overlap dp2", 2),
+    ],
+)
+def test_without_layouts_the_flags_own_is_checked(words: str, text: str, world: int) -> None:
+    options, rest = tool.read_options(f"{TINY} {words}".split())
+    _, layouts = tool.plan(read_settings(rest, "verify_layout"), options)
+    assert [(layout.text, layout.world_size) for layout in layouts] == [(text, world)]
 
 
 def test_help_lists_the_words(capsys: pytest.CaptureFixture[str]) -> None:
