@@ -101,6 +101,8 @@ def test_validation_sets_are_evaluated_alike(
         ("--iterations-to-skip 2", [(2, PP2), (2, V), (4, CP2)]),
         ("--global-batch-size 2", [(4, PP4), (4, f"{PP4} --pipeline-schedule zb-h1"), (2, V)]),
         ("--reset-position-ids --reset-attention-mask --eod-mask-loss", [(4, PP4), (4, CP2)]),
+        # Masks follow from the number of the microbatch in the global batch.
+        ("--hidden-dropout 0.1 --attention-dropout 0.1", [(2, ""), (4, VPP), (2, V)]),
         ("--log-params-norm --log-num-zeros-in-grad", [(4, f"{TP2} {CP2}"), (4, f"{TP2} {PP2}")]),
     ],
 )
