@@ -3,14 +3,14 @@
 No torch, no outside program, nothing written to the environment. Sources, first match wins:
 
     RANK and WORLD_SIZE   torchrun, torch.distributed.run and .launch, or set by hand
-    OMPI_COMM_WORLD_*     mpirun of Open MPI
-    PMI_*, MPI_LOCAL*     mpirun of MPICH, Intel MPI, MVAPICH
     SLURM_*               inside a job step of more than one task (srun); the shell of an sbatch or
                           salloc is not such a step, and neither is `srun -n 1`
+    OMPI_COMM_WORLD_*     mpirun of Open MPI
+    PMI_*, MPI_LOCAL*     mpirun of MPICH, Intel MPI, MVAPICH
     nothing               one process
 
-mpirun comes before Slurm: within an allocation its daemons are a job step of their own, whose
-variables its processes inherit.
+Within an allocation mpirun's daemons are a job step of their own, one on each machine, whose
+variables its processes inherit: such a step counts for nothing.
 
 The world size comes from the launcher alone, never from the number of devices.
 """
@@ -75,11 +75,11 @@ def discover(environ: Mapping[str, str], local_rank: int | None = None) -> Launc
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torch(environ, local_rank)
-    for names in _MPIRUNS:
-        if environ.keys() >= set(names):
-            return _from_mpirun(environ, names)
-    if _in_slurm_step(environ):
+    mpirun = next((names for names in _MPIRUNS if environ.keys() >= set(names)), None)
+    if _in_slurm_step(environ) and not (mpirun and _is_of_daemons(environ, mpirun)):
         return _from_slurm(environ)
+    if mpirun:
+        return _from_mpirun(environ, mpirun)
     return Launch(0, 1, local_rank or 0, 1, "127.0.0.1", 0, "no launcher", "not needed")
 
 
@@ -157,6 +157,13 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     has_rank = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
     return has_rank and tasks.isdigit() and int(tasks) > 1
+
+
+def _is_of_daemons(environ: Mapping[str, str], mpirun: tuple[str, str, str, str]) -> bool:
+    """Return whether a job step started mpirun's daemons, which started more processes than it."""
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    one_each = set(re.findall(r"(?:^|,)(\d+)", per_node)) == {"1"}
+    return one_each and _integer(environ, mpirun[1]) > _integer(environ, "SLURM_STEP_NUM_TASKS")
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:

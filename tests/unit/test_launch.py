@@ -92,11 +92,23 @@ def test_mpirun_over_several_machines_needs_an_address() -> None:
 
 def test_mpirun_within_a_slurm_allocation() -> None:
     """Its daemons are a job step of two tasks, whose variables the processes inherit."""
-    daemons = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "node[03-05]"}
+    daemons = {
+        **SRUN,
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_JOB_NODELIST": "node[03-05]",
+    }
     ranks = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
     launch = discover({**daemons, **ranks})
     assert place(launch) == (6, 8, 3)
     assert (launch.source, launch.master_addr) == ("mpirun", "node03")
+
+
+def test_srun_comes_before_mpirun() -> None:
+    assert discover({**MPIRUN, **SRUN}).source == "srun"
+    # One task on each machine, and as many processes: either could have started them.
+    single = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x8)"}
+    assert discover({**MPIRUN, **single}).source == "srun"
 
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
