@@ -297,7 +297,7 @@ def run_main(main: Callable[[], int | None], program: str) -> None:
 def _tell(failure: Failure, program: str) -> int:
     """Print an error, unless another process of the run has done it; return the exit code."""
     write_error_file(failure.message, failure.stack)
-    text = f"{program}: {failure.message}\n" if failure.is_plain else failure.stack
+    text = f"{program}: {failure.line}\n" if failure.is_plain else failure.stack
     if failure.code == 2:
         print_once(text)
     else:

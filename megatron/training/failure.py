@@ -42,6 +42,11 @@ class Failure:
     is_late: bool = False
     """It did not answer in time."""
 
+    @property
+    def line(self) -> str:
+        """Return a plain error as it is printed after the program's name."""
+        return self.message if self.code == INTERRUPTED else f"error: {self.message}"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as it travels between processes."""
         return dict(self.__dict__)
@@ -51,9 +56,9 @@ def describe(error: BaseException) -> Failure:
     """Return what there is to say of an error that is being handled."""
     stack = "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
-        return Failure(f"error: {error}", stack, 2, True)
+        return Failure(str(error), stack, 2, True)
     if isinstance(error, RunFailed):
-        return Failure(f"error: {error}", stack, 1, True)
+        return Failure(str(error), stack, 1, True)
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", stack, INTERRUPTED, True)
     message = f"{type(error).__name__}: {error}"

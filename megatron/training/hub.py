@@ -24,14 +24,24 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
+from megatron.training.cause import (
+    DIED,
+    Beat,
+    Cause,
+    Kind,
+    Message,
+    culprit,
+    is_frozen,
+    last_sign,
+    named,
+)
+from megatron.training.failure import Failure
 from megatron.training.pulse import Pulse
 
-Message = dict[str, Any]
-Kind = Literal["failed", "died", "stalled"]
 PATIENCE = 5.0
 """Seconds for which an error of communication waits for its cause, and printing for all ranks."""
 FAREWELL = 2.0
@@ -78,67 +88,6 @@ class Link:
 
 
 @dataclass
-class Beat:
-    """The last sign of life of a rank."""
-
-    doing: str = "starting"
-    age: float = 0.0
-    """Seconds since it began that, when it said so."""
-    is_waiting: bool = False
-    """For other ranks."""
-    is_overdue: bool = False
-    """A timed step that takes too long."""
-    heard: float = field(default_factory=time.monotonic)
-
-    @property
-    def silence(self) -> float:
-        """Return the seconds since then."""
-        return time.monotonic() - self.heard
-
-
-def is_frozen(beat: Beat, interval: float) -> bool:
-    """Return whether a rank that should say something every ``interval`` seconds does not."""
-    return beat.silence > 3 * interval
-
-
-def culprit(beats: Mapping[int, Beat], interval: float) -> int:
-    """Return the rank that all others seem to wait for.
-
-    It is among those that do not wait in a collective (or can no longer say so), if there are any;
-    of these, and else of all, the one that has begun nothing new for longest.
-    """
-    busy = [
-        rank for rank, beat in beats.items() if not beat.is_waiting or is_frozen(beat, interval)
-    ]
-    return max(busy or beats, key=lambda rank: (beats[rank].age + beats[rank].silence, -rank))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """Why a run ends, as all ranks are told."""
-
-    kind: Kind
-    rank: int
-    printer: int
-    """The rank that prints it."""
-    title: str
-    """One line that names the rank and what it was at."""
-    failure: Message | None
-    """What the rank said itself."""
-    when: float
-
-    @property
-    def code(self) -> int:
-        """Return the exit code of all ranks."""
-        return self.failure["code"] if self.failure else 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether the rank's message says it all."""
-        return self.failure is not None and bool(self.failure["is_plain"])
-
-
-@dataclass
 class _Member:
     link: Link
     beat: Beat = field(default_factory=Beat)
@@ -169,7 +118,7 @@ class Hub(threading.Thread):
         self._members: dict[int, _Member] = {}
         self._ranks: dict[Link, int] = {}
         self._strangers: set[Link] = set()
-        self._held: dict[int, Message] = {}
+        self._held: dict[int, tuple[str, Failure]] = {}
         self._held_until = self._show_at = self._end_at = self._finish_at = float("inf")
         self._cause: Cause | None = None
         self._is_printed = False
@@ -197,10 +146,16 @@ class Hub(threading.Thread):
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._listener, selectors.EVENT_READ, None)
+                last = time.monotonic()
                 while not self.finished.is_set():
                     for key, _ in selector.select(_TICK):
                         self._serve(key, selector)
-                    self._tick(time.monotonic())
+                    now = time.monotonic()
+                    if now - last > self.interval:  # this process was stopped, the others as well
+                        for member in self._members.values():
+                            member.beat.heard += now - last
+                    self._tick(now)
+                    last = now
         finally:  # should this fail, nobody must believe to be watched
             self.forget()
 
@@ -230,7 +185,7 @@ class Hub(threading.Thread):
         if kind == "beat":
             member.beat = Beat(**message)
         elif kind == "failed":
-            self._failed(rank, message)
+            self._failed(rank, message.pop("doing"), Failure(**message))
         elif kind == "printed":
             self._show_at, self._is_printed = 0.0, True
         elif kind == "shown":
@@ -246,16 +201,15 @@ class Hub(threading.Thread):
         rank = self._ranks.pop(link)
         member = self._members.pop(rank)
         if not member.has_left and self._cause is None and not self._over:
-            what = "died without a word: it was killed, or its machine went down"
-            self._decide("died", rank, f"{what}; {last_sign(member.beat)}")
+            self._decide("died", rank, f"{DIED}; {last_sign(member.beat)}")
 
-    def _failed(self, rank: int, failure: Message) -> None:
+    def _failed(self, rank: int, doing: str, failure: Failure) -> None:
         if self._cause is not None:
             return
-        if not failure["is_lost"]:
-            self._decide("failed", rank, f"failed in {failure['doing']}", failure)
+        if not failure.is_lost:
+            self._decide("failed", rank, f"failed in {doing}", failure)
             return
-        self._held[rank] = failure
+        self._held[rank] = (doing, failure)
         self._held_until = min(self._held_until, time.monotonic() + PATIENCE)
 
     def _tick(self, now: float) -> None:
@@ -295,7 +249,7 @@ class Hub(threading.Thread):
         beats = {rank: member.beat for rank, member in self._members.items()}
         limit = self._pulse.limit
         overdue = any(beat.is_overdue or beat.silence > limit for beat in beats.values())
-        if overdue or any(failure["is_late"] for failure in self._held.values()):
+        if overdue or any(failure.is_late for _, failure in self._held.values()):
             rank = culprit(beats, self.interval)
             if overdue or not beats[rank].is_waiting:
                 age = beats[rank].age + beats[rank].silence
@@ -303,10 +257,10 @@ class Hub(threading.Thread):
                 self._decide("stalled", rank, f"{what}; {last_sign(beats[rank])}")
                 return
         if now >= self._held_until:
-            rank, failure = next(iter(self._held.items()))
-            self._decide("failed", rank, f"failed in {failure['doing']}", failure)
+            rank, (doing, failure) = next(iter(self._held.items()))
+            self._decide("failed", rank, f"failed in {doing}", failure)
 
-    def _decide(self, kind: Kind, rank: int, what: str, failure: Message | None = None) -> None:
+    def _decide(self, kind: Kind, rank: int, what: str, failure: Failure | None = None) -> None:
         member = self._members.get(rank)
         printer = rank
         if member is None or (kind == "stalled" and is_frozen(member.beat, self.interval)):
@@ -326,18 +280,8 @@ class Hub(threading.Thread):
     def _appoint(self, cause: Cause) -> None:
         """Tell the cause to all; its printer answers when it has printed it."""
         self._cause, self._show_at = cause, time.monotonic() + PATIENCE
-        self._tell("cause", **cause.__dict__)
+        self._tell("cause", **cause.to_json())
 
     def _tell(self, what: str, **content: Any) -> None:
         for member in self._members.values():
             member.link.send(what, **content)
-
-
-def last_sign(beat: Beat) -> str:
-    """Return what is known of a rank that does not speak any more."""
-    return f"last heartbeat {beat.silence:.1f} s ago: {beat.doing}"
-
-
-def named(places: Sequence[str], rank: int) -> str:
-    """Return how a message begins that is about a rank: its coordinates and number."""
-    return f"{places[rank]} rank {rank}"

@@ -20,7 +20,6 @@ from megatron.core import rng
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
-from megatron.core.dist_checkpointing.catalog import TRACKER
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.optimizer.schedule import Schedule, build_schedule
@@ -28,7 +27,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
-from megatron.core.utils import Say, UserError, check_file, check_folder
+from megatron.core.utils import Say
 from megatron.training import (
     accounting,
     external,
@@ -88,6 +87,8 @@ class Program:
 def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int:
     """Train (or evaluate) as ``run`` says and return the process's exit code.
 
+    What is raised among several processes ends this one here, with a word to the others.
+
     Raises:
         UserError: something that a user can fix; nothing was saved.
     """
@@ -122,7 +123,7 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
             raise
         failure = describe(error)
         write_error_file(failure.message, failure.stack)
-        print(f"{mesh.where} {failure.message}", file=sys.stderr, flush=True)
+        print(f"{mesh.where} {failure.line}", file=sys.stderr, flush=True)
         return failure.code
     finally:
         if watch is not None:
@@ -169,7 +170,7 @@ class Job:
     def run(self) -> int:
         """Build the parts, load, train, evaluate; return the exit code."""
         config = self.config
-        _check_outputs(config)
+        startup.check_outputs(config)
         tokenizer = build_tokenizer(config.tokenizer)
         tensor_parallel = config.parallel.tensor_model_parallel_size
         vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)
@@ -276,7 +277,9 @@ class Job:
             raise
         finally:
             metrics.close()
-            self._status(reason, state, message)
+            # Where there is a watchdog, it knows the first cause of a failure, and writes that.
+            if reason != "failure" or self.watchdog is None:
+                self._status(reason, state, message)
         if reason != "complete":
             self.say(f"stopped after iteration {state.iteration}: {reason}")
             return config.training.exit_code_on_early_stop
@@ -493,29 +496,6 @@ class Job:
                 progress.saved(state)
 
         return save
-
-
-def _check_outputs(config: RunConfig) -> None:
-    """Refuse places that the run will write to and cannot, before any work is done.
-
-    Raises:
-        UserError: one of them.
-    """
-    if config.training.skip_train:
-        return
-    logging = config.logging
-    for name, folder in (
-        ("--save", config.checkpoint.save),
-        ("--tensorboard-dir", logging.tensorboard_dir),
-        ("--wandb-save-dir", logging.wandb_save_dir),
-    ):
-        if folder is not None:
-            check_folder(name, folder)
-    save = config.checkpoint.save
-    if save is not None and (tracker := Path(save) / TRACKER).is_dir():
-        raise UserError(f"--save {save}: {tracker} is a folder where a file belongs; remove it")
-    if logging.metrics_file is not None:
-        check_file("--metrics-file", logging.metrics_file, replaces=False)
 
 
 def _printer(rank: int) -> Say:

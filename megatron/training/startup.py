@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,11 +13,13 @@ from torch import nn
 
 from megatron.core import sharding
 from megatron.core.config import Origin, as_words
+from megatron.core.dist_checkpointing.catalog import TRACKER
 from megatron.core.kernels import table
 from megatron.core.kernels.probe import INSTALL
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.backends import Backends
-from megatron.core.utils import human_count
+from megatron.core.utils import UserError, check_file, check_folder, human_count
+from megatron.training.config import RunConfig
 
 
 class StartupClock:
@@ -120,3 +123,26 @@ def parameter_table(chunks: Iterable[nn.Module]) -> list[str]:
         f"{human_count(sum(sizes)):>9}"
         for (name, shape), sizes in groups.items()
     ]
+
+
+def check_outputs(config: RunConfig) -> None:
+    """Refuse places that the run will write to and cannot, before any work is done.
+
+    Raises:
+        UserError: one of them.
+    """
+    if config.training.skip_train:
+        return
+    logging = config.logging
+    for name, folder in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--wandb-save-dir", logging.wandb_save_dir),
+    ):
+        if folder is not None:
+            check_folder(name, folder)
+    save = config.checkpoint.save
+    if save is not None and (tracker := Path(save) / TRACKER).is_dir():
+        raise UserError(f"--save {save}: {tracker} is a folder where a file belongs; remove it")
+    if logging.metrics_file is not None:
+        check_file("--metrics-file", logging.metrics_file, replaces=False)

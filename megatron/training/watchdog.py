@@ -23,6 +23,7 @@ from types import FrameType
 
 from megatron.core import comm
 from megatron.core.mesh import Mesh
+from megatron.training.cause import DIED, Cause, Message, named
 from megatron.training.failure import (
     Failure,
     describe,
@@ -30,11 +31,13 @@ from megatron.training.failure import (
     leave,
     write_error_file,
 )
-from megatron.training.hub import FAREWELL, PATIENCE, Cause, Hub, Link, Message, named
+from megatron.training.hub import FAREWELL, PATIENCE, Hub, Link
 from megatron.training.pulse import Pulse
 
 INTERVAL = 1.0
 """Seconds between two beats."""
+CONNECTING = 60.0
+"""Seconds to reach rank 0."""
 BEATS_PER_SECOND = 200
 """Beats that the hub shall have to read: with more ranks each is heard less often."""
 ALIKE = 0.5
@@ -61,7 +64,10 @@ def start(mesh: Mesh, host: str, pulse: Pulse, program: str) -> "Watchdog | None
     if hub is not None:
         hub.open(places)
         host = "localhost"
-    link = Link(socket.create_connection((host, port), timeout=pulse.limit))
+    try:
+        link = Link(socket.create_connection((host, port), timeout=CONNECTING))
+    except OSError as error:
+        raise OSError(f"rank {mesh.rank} cannot reach rank 0 at {host}:{port}: {error}") from error
     link.send("hello", rank=mesh.rank, token=token)
     watchdog = Watchdog(link, mesh.rank, places, pulse, program=program, interval=interval, hub=hub)
     watchdog.start()
@@ -140,7 +146,7 @@ class Watchdog(threading.Thread):
                     next_beat = now + self._interval
                     self._beat()
                 if self._cause is not None:
-                    deadline = min(deadline, now + 3 * PATIENCE)
+                    deadline = min(deadline, now + 4 * PATIENCE)
                 if now >= deadline:
                     self._end()
         if not self._leaving:
@@ -185,7 +191,7 @@ class Watchdog(threading.Thread):
         if kind == "beat":
             self._rank_0 = message["doing"]
         elif kind == "cause":
-            self._cause = Cause(**message)
+            self._cause = Cause.from_json(message)
             if self._rank == self._cause.printer:
                 self._print_cause(self._cause)
                 self._link.send("printed")
@@ -204,9 +210,9 @@ class Watchdog(threading.Thread):
         if cause.is_plain:
             where = f"{self._places[self._rank]} " if self._rank != 0 else ""
             assert cause.failure is not None
-            self._print(f"{self._program}: {where}{cause.failure['message']}")
+            self._print(f"{self._program}: {where}{cause.failure.line}")
         elif cause.failure is not None:
-            self._print(f"{cause.title}:\n{cause.failure['stack']}")
+            self._print(f"{cause.title}:\n{cause.failure.stack}")
         elif cause.rank == self._rank:
             self._print(f"{cause.title}; it is at:\n{self._stack()}")
         else:
@@ -226,21 +232,26 @@ class Watchdog(threading.Thread):
         return "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)\n"
 
     def _print(self, text: str) -> None:
-        # In one piece, so that the blocks of several ranks do not mix.
-        sys.stderr.write(text.rstrip("\n") + "\n")
-        sys.stderr.flush()
+        try:
+            # In one piece, so that the blocks of several ranks do not mix.
+            sys.stderr.write(text.rstrip("\n") + "\n")
+            sys.stderr.flush()
+        except OSError:  # nobody reads any more; the process must end all the same
+            pass
 
     def _note(self, cause: Cause) -> None:
         """Leave the cause where schedulers and launchers look for it."""
         message, stack = cause.title, ""
         if cause.failure is not None:
-            text = cause.failure["message"]
+            text, stack = cause.failure.message, cause.failure.stack
             message = text if cause.is_plain else f"{cause.title}: {text}"
-            stack = cause.failure["stack"]
-        # torchrun shows the earliest: that of the rank that is to blame.
-        write_error_file(message, stack, cause.when + (self._rank != cause.rank))
-        if self.on_failure is not None:
-            self.on_failure(message)
+        try:
+            # torchrun shows the earliest: that of the rank that is to blame.
+            write_error_file(message, stack, cause.when + (self._rank != cause.rank))
+            if self.on_failure is not None:
+                self.on_failure(message)
+        except OSError as error:  # a full disk, say, must not keep the process from ending
+            self._print(f"{named(self._places, self._rank)} could not note its end: {error}")
 
     def _lost(self) -> None:
         """End: rank 0 is gone, and with it the hub."""
@@ -250,8 +261,7 @@ class Watchdog(threading.Thread):
             kind="died",
             rank=0,
             printer=min(1, len(self._places) - 1),
-            title=f"{named(self._places, 0)} died without a word: it was killed, or its machine "
-            f"went down; last heartbeat: {self._rank_0}",
+            title=f"{named(self._places, 0)} {DIED}; last heartbeat: {self._rank_0}",
             failure=None,
             when=time.time(),
         )

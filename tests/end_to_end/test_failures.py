@@ -290,7 +290,7 @@ def test_a_user_error_is_printed_once(tmp_path: Path, rank: int | None, who: str
     ended = launch(tmp_path, 2, refuse, rank)
     assert ended.codes == [2, 2]
     assert ended.lines == [f"pretrain_gpt: {who}error: --planted (1) must be 2"]
-    assert error_file(tmp_path, 0) == "error: --planted (1) must be 2"
+    assert error_file(tmp_path, 0) == "--planted (1) must be 2"
 
 
 def test_a_wrong_flag_is_printed_once(tmp_path: Path) -> None:
