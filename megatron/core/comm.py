@@ -10,7 +10,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,10 +83,16 @@ def recording() -> Iterator[list[Call]]:
         _recording.remove(calls)
 
 
+class Work(Protocol):
+    """What was started; `dist.Work` is such."""
+
+    def wait(self) -> Any: ...
+
+
 class Handle:
     """Work under way; whoever started it waits on it before touching its tensors."""
 
-    def __init__(self, work: dist.Work | None) -> None:
+    def __init__(self, work: Work | None) -> None:
         self._work = work
 
     def wait(self) -> None:
@@ -156,7 +162,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 class Arrival:
     """A tensor on its way here, while another one is on its way from here."""
 
-    def __init__(self, tensor: Tensor, sent: Tensor, works: list[dist.Work]) -> None:
+    def __init__(self, tensor: Tensor, sent: Tensor, works: list[Work]) -> None:
         self._tensor, self._sent, self._works = tensor, sent, works
 
     def wait(self) -> Tensor:
@@ -173,13 +179,10 @@ def shift(x: Tensor, axis: Axis) -> Arrival:
         return Arrival(x, x, [])
     _count(axis, "shift", x)
     out = torch.empty_like(x)
-    here, ranks = axis.coordinate, axis.ranks
+    here = axis.coordinate
     # Both in one batch: neither gloo nor NCCL buffers a send.
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, ranks[(here + 1) % axis.size], axis.group),
-            dist.P2POp(dist.irecv, out, ranks[here - 1], axis.group),
-        ]
+    works = _transfer(
+        axis, (dist.isend, x, (here + 1) % axis.size), (dist.irecv, out, (here - 1) % axis.size)
     )
     return Arrival(out, x, works)
 
@@ -192,18 +195,50 @@ def send(x: Tensor, axis: Axis, target: int) -> Handle:
     finds it).
     """
     _count(axis, "send", x, axis.ranks[target])
-    return Handle(*_transfer(dist.isend, x, axis, target))
+    return Handle(*_transfer(axis, (dist.isend, x, target)))
 
 
 def receive(out: Tensor, axis: Axis, source: int) -> Handle:
     """Start to fill ``out`` with what coordinate ``source`` sends; see `send`."""
     _count(axis, "receive", out, axis.ranks[source])
-    return Handle(*_transfer(dist.irecv, out, axis, source))
+    return Handle(*_transfer(axis, (dist.irecv, out, source)))
 
 
-def _transfer(op: Any, x: Tensor, axis: Axis, peer: int) -> list[dist.Work]:
-    # A batch of one: on NCCL a lone isend would make a communicator of its own for each pair.
-    return dist.batch_isend_irecv([dist.P2POp(op, x, axis.ranks[peer], axis.group)])
+def _transfer(axis: Axis, *ends: tuple[Any, Tensor, int]) -> list[Work]:
+    """Start sends and receives in one batch: `dist.isend` or `irecv`, tensor, coordinate of each.
+
+    A batch even of one: on NCCL a lone isend would make a communicator of its own for each pair.
+    """
+    by_host = _is_by_host(axis, ends[0][1])
+    given = [(_in_host(op, x) if by_host else x, op, axis.ranks[peer]) for op, x, peer in ends]
+    started = dist.batch_isend_irecv([dist.P2POp(op, x, p, axis.group) for x, op, p in given])
+    if not by_host:
+        return list(started)
+    return [
+        work if op is dist.isend else _Landing(work, host, out)
+        for work, (op, out, _), (host, _, _) in zip(started, ends, given, strict=True)
+    ]
+
+
+def _is_by_host(axis: Axis, x: Tensor) -> bool:
+    """Return whether transfers go through host memory: gloo's know no other, its sums do."""
+    return x.is_cuda and dist.get_backend(axis.group) == "gloo"
+
+
+def _in_host(op: Any, x: Tensor) -> Tensor:
+    """Return what a transfer reads or writes in place of a tensor on a device."""
+    return x.to("cpu", copy=True) if op is dist.isend else torch.empty_like(x, device="cpu")
+
+
+class _Landing:
+    """A receive into host memory, which goes on to the device when it is waited for."""
+
+    def __init__(self, work: Work, host: Tensor, out: Tensor) -> None:
+        self._work, self._host, self._out = work, host, out
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._out.copy_(self._host)
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
@@ -224,7 +259,9 @@ def barrier(axis: Axis) -> None:
         _record(Call(axis.name, axis.ranks, "barrier", (), "nothing"))
         for traffic in _counting:
             traffic.add(axis, "barrier", 0)
-        dist.barrier(axis.group)
+        # Else NCCL would guess the device, from the rank.
+        by_nccl = dist.get_backend(axis.group) == "nccl"
+        dist.barrier(axis.group, device_ids=[torch.cuda.current_device()] if by_nccl else None)
 
 
 def _count(axis: Axis, name: str, x: Tensor, peer: int | None = None, *, detail: str = "") -> None:

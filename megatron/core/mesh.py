@@ -4,6 +4,7 @@ A `Mesh` is passed to whatever communicates. Axes of size 1 have no group, and e
 no-op on them, so the serial model is the parallel model on `Mesh.serial`.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -185,6 +186,7 @@ class Mesh:
             axes[name] = bind(name, groups, rank, options)
         if config.tp_comm_overlap and config.sequence_parallel and tp > 1:
             axes["tp"] = replace(axes["tp"], overlap=choose_overlap(axes["tp"], device))
+        _connect(axes["pp"], device)
         everyone = tuple(range(world_size))
         world_group = dist.group.WORLD if world_size > 1 else None
         axes["world"] = Axis("world", everyone, rank, world_group)
@@ -222,15 +224,28 @@ def bind(
 def choose_overlap(axis: Axis, device: torch.device) -> Overlap:
     """Return the best way to overlap collectives with products on an axis.
 
-    Symmetric memory is what CUDA devices of one machine share; everything else forms a ring.
+    Symmetric memory is for CUDA devices of one machine that reach each other's memory, and ranks
+    that NCCL connects; everything else forms a ring. All ranks of an axis choose alike: what they
+    ask about is the machine, where neighbours along the tensor-parallel axis stand together.
     """
-    if device.type != "cuda" or axis.size > torch.cuda.device_count():
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if axis.size > count or dist.get_backend(axis.group) != "nccl":
         return "ring"
-    from torch.distributed import _symmetric_memory
+    pairs = itertools.permutations(range(count), 2)
+    if not all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs):
+        return "ring"
+    from torch.distributed import _symmetric_memory  # noqa: F401  (defines the operators)
 
-    assert axis.group is not None
-    _symmetric_memory.enable_symm_mem_for_group(axis.group.group_name)
     return "symmetric"
+
+
+def _connect(axis: Axis, device: torch.device) -> None:
+    """Let the ranks of an axis meet now, where NCCL would leave that to their first call.
+
+    All of them must take part in that one, and a pipeline's first call is a transfer between two.
+    """
+    if device.type == "cuda" and axis.group is not None and dist.get_backend(axis.group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
 
 
 def near(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:

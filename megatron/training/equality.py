@@ -181,6 +181,6 @@ def _pieces(chunks: Sequence[nn.Module], attribute: str) -> list[Piece]:
     for parameter in _parameters(chunks):
         record, local = sharding.of(parameter), getattr(parameter, attribute)
         for region in record.regions:
-            values = local[sharding.box_slices(region.local)].detach().numpy().copy()
+            values = local[sharding.box_slices(region.local)].detach().cpu().numpy().copy()
             pieces.append(Piece(record.name, region.logical, values))
     return pieces

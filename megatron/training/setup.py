@@ -134,6 +134,8 @@ def connect(
     # torchrun keeps a store at the meeting point already, which only env:// knows how to use.
     from_environment = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= set(environ)
     address = f"tcp://{launch.master_addr}:{launch.master_port}"
+    # No device_id: with one, NCCL would split the world's communicator for every group, and each
+    # rank would take part in the making of all groups, its own or not: hundreds in a large world.
     dist.init_process_group(
         backend,
         init_method="env://" if from_environment else address,

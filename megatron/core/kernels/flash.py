@@ -47,6 +47,8 @@ def attention_flash(
         "window_size": rule.window or (-1, -1),
         "softcap": rule.softcap or 0.0,
         "alibi_slopes": None if slopes is None else slopes.to(torch.float32),
+        # Torch's switch reaches its own operations alone.
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     scope = extras.dropout_scope if extras.dropout_p > 0 else None
     with scope or nullcontext():

@@ -64,7 +64,8 @@ def accumulate_wgrad(grad_weight_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> N
     if grad_NO.dtype == grad_weight_OI.dtype:
         grad_weight_OI.addmm_(grad_NO.t(), x_NI)
     elif grad_NO.device.type == "cuda" and grad_weight_OI.dtype == torch.float32:
-        # Not `addmm` with an out_dtype: its first argument must have the factors' dtype.
+        # Not `addmm` with an out_dtype, which would save a buffer: versions of torch differ about
+        # the dtype of its first argument.
         grad_weight_OI.add_(torch.mm(grad_NO.t(), x_NI, out_dtype=torch.float32))
     else:
         wide = grad_weight_OI.dtype
