@@ -48,8 +48,14 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "layout": {axis.name: axis.size for axis in mesh.axes.values() if axis.size > 1},
+        "layout": layout(mesh),
     }
+
+
+def layout(mesh: Mesh) -> str:
+    """Return the sizes of a layout's axes in a few words, such as ``tp2 pp4 dp8``."""
+    axes = [mesh[name] for name in ("tp", "cp", "ep", "pp", "dp") if mesh[name].size > 1]
+    return " ".join(f"{axis.name}{axis.size}" for axis in axes) or "one rank"
 
 
 def follow(

@@ -124,6 +124,12 @@ def test_another_layout_goes_on_as_one_process(
     }
     printed = train(pool, after, tmp_path, *NO_DROPOUT.split(), "--load", "save")
     assert "weights loaded, optimizer loaded" in printed
+    # The sizes as this file names them, without the schedule.
+    was, now = (
+        " ".join(word for word in name.split() if not word.startswith("v"))
+        for name in (before.replace("serial", "one rank"), after.replace("serial", "one rank"))
+    )
+    assert f"WARNING: layout {was} -> {now}" in printed
     assert_equal(tmp_path, straight)
 
 
