@@ -24,6 +24,7 @@ from functools import cached_property
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.config import loss_pieces
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training import accounting_mla, attention_bytes
 from megatron.training.attention_bytes import Heads, Piece
@@ -126,11 +127,17 @@ def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -
     if stage.is_first:
         parts.append((_embedding(share), 0))
     if stage.is_last:
-        logits = share.tokens * (padded_rows // share.tp)
-        parts.append(_head(share, logits))
+        rows = padded_rows // share.tp
+        logits = share.tokens * rows
+        sequence = share.tokens // samples
+        limit = config.model.logits_at_once
+        pieces = loss_pieces(sequence, samples, rows, limit=limit) if samples else 1
+        parts.append(_head(share, logits, pieces))
         for depth in range(stage.num_mtp_layers):
-            parts += [*_ahead(share, depth), _head(share, logits)]
+            parts += [*_ahead(share, depth), _head(share, logits, pieces)]
         working = logits * share.size if share.size != share.main else 0
+        if pieces > 1:
+            working = -(-sequence // pieces) * samples * rows * (share.main + share.size)
     if not (stage.layers or stage.is_first or stage.is_last):
         parts.append((share.stream, 0))  # it hands on what it gets, and keeps it
     return Footprint(sum(kept for kept, _ in parts), sum(late for _, late in parts), working)
@@ -238,8 +245,10 @@ def _embedding(share: Share) -> int:
     return kept
 
 
-def _head(share: Share, logits: int) -> tuple[int, int]:
+def _head(share: Share, logits: int, pieces: int) -> tuple[int, int]:
     """Return what the last stage saves after its layers, for so many local logits."""
+    if pieces > 1:  # a piece's logits are made again in its backward
+        return share.norm + share.output, share.output + logits * share.size
     kept = share.norm + share.stream + logits * share.main
     if share.config.model.logit_softcap is not None:
         kept += logits * share.size  # the slope of tanh

@@ -83,6 +83,10 @@ def expected(
     and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
     modes of the loss, and totals K numbers more.
 
+    Where head and loss work on q > 1 pieces of the sequence (--logits-at-once), the head's input is
+    not gathered again, and cross entropy makes its two calls for every piece, forward and backward:
+    as many bytes in each direction.
+
     Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
     checkpoints, evaluation.
 
@@ -93,7 +97,7 @@ def expected(
         coordinates: of the rank, by axis; only ``pp`` makes a difference.
     """
     book = Book(axis_sizes(config))
-    add_passes(book, config, num_microbatches, coordinates["pp"], trains=True)
+    add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=True)
     _sums(book, config, padded_rows, coordinates["pp"])
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     book.add("world", "all_reduce", NORM * FP64)
@@ -103,11 +107,11 @@ def expected(
 
 
 def expected_evaluation(
-    config: RunConfig, num_microbatches: int, coordinates: Mapping[str, int]
+    config: RunConfig, padded_rows: int, num_microbatches: int, coordinates: Mapping[str, int]
 ) -> Costs:
     """Return what a rank moves in one evaluation: the forward parts of `expected`, and totals."""
     book = Book(axis_sizes(config))
-    add_passes(book, config, num_microbatches, coordinates["pp"], trains=False)
+    add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     return book.costs
 

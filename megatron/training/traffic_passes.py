@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.config import TransformerConfig, loss_pieces
 from megatron.core.transformer.plan import BlockKind, layer_plan, mtp_layer_plan
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
@@ -39,11 +39,14 @@ class Book:
             self.costs[axis, op] = Cost(before.calls + calls, before.bytes + calls * size)
 
 
-def add_passes(book: Book, config: RunConfig, count: int, pp_rank: int, *, trains: bool) -> None:
+def add_passes(
+    book: Book, config: RunConfig, padded_rows: int, count: int, pp_rank: int, *, trains: bool
+) -> None:
     """Add the forwards of ``count`` microbatches through a rank's stages, and the backwards."""
     stages = config.stages
+    rows = padded_rows // config.parallel.tensor_model_parallel_size
     for position in config.placement.positions(pp_rank):
-        _Stage(book, config, stages[position], count, trains).add()
+        _Stage(book, config, stages[position], rows, count, trains).add()
         _transfers(book, config, position, count, trains)
 
 
@@ -62,14 +65,18 @@ class _Stage:
     """One stage of a rank, with ``count`` microbatches going through it."""
 
     def __init__(
-        self, book: Book, config: RunConfig, stage: Stage, count: int, trains: bool
+        self, book: Book, config: RunConfig, stage: Stage, rows: int, count: int, trains: bool
     ) -> None:
         self.book, self.config, self.stage = book, config, stage
         self.count, self.trains = count, trains
         self.weight = BYTES[config.precision.params_dtype]
         self.total = BYTES[config.precision.accumulation_dtype]
         share = divide(config.data.seq_length, config.parallel.context_parallel_size)
-        self.tokens = config.training.micro_batch_size * share
+        samples = config.training.micro_batch_size
+        self.tokens = samples * share
+        pieces = loss_pieces(share, samples, rows, limit=config.model.logits_at_once)
+        # As `tensor_split` does: the first ones are longer.
+        self.pieces = [samples * (share // pieces + (i < share % pieces)) for i in range(pieces)]
         parallel = config.parallel
         self.split = parallel.sequence_parallel
         self.in_pieces = parallel.sequence_parallel and parallel.tp_comm_overlap
@@ -84,13 +91,11 @@ class _Stage:
             for sublayer in plan[number].sublayers:
                 self._block(sublayer.kind, kinds[number])
         if stage.is_last:
-            self._enter_product(model.hidden_size)
             self._losses()
         for depth in range(stage.num_mtp_layers):
             self._leave()  # the embedding
             for sublayer in mtp_layer_plan(model, depth).sublayers:
                 self._block(sublayer.kind, kinds[depth])
-            self._enter_product(model.hidden_size)
             self._losses()
         if stage.is_last:
             self._counts()
@@ -110,9 +115,17 @@ class _Stage:
         self._leave_product()
 
     def _losses(self) -> None:
-        # Of each token the largest logit, then three sums.
-        self.book.add("tp", "all_reduce", self.tokens * self.total, self.count)
-        self.book.add("tp", "all_reduce", 3 * self.tokens * self.total, self.count)
+        """The head and its loss: pieces of the sequence are gone through again in backward."""
+        if len(self.pieces) == 1:
+            self._enter_product(self.config.model.hidden_size)
+            times = 1
+        else:
+            self._enter(self.config.model.hidden_size)
+            times = 1 + self.trains
+        for tokens in self.pieces:
+            # Of each token the largest logit, then three sums.
+            self.book.add("tp", "all_reduce", tokens * self.total, self.count * times)
+            self.book.add("tp", "all_reduce", 3 * tokens * self.total, self.count * times)
 
     def _counts(self) -> None:
         # Of the tokens that count, for each loss, where means of a microbatch are needed.

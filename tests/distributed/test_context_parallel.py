@@ -1,7 +1,6 @@
 """Attention of a sequence cut over ranks is the serial attention: outputs, gradients, bytes."""
 
 import time
-import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import comm
 from megatron.core.context_parallel.attention import ContextAxes, context_attention
@@ -23,6 +21,7 @@ from megatron.core.kernels.blocked import attention_blocked
 from megatron.core.kernels.sdpa import attention_sdpa
 from megatron.core.mesh import Axis, Mesh
 from tests.harness import Pool
+from tests.live_bytes import Live
 
 F64 = torch.float64
 # 24 positions make 2 n chunks for n = 2, 3, 4; 12 heads are divisible by each.
@@ -294,36 +293,6 @@ def test_dropout_goes_back_through_the_masks_it_came_by(pool: Pool, kind: str) -
     by_gradient, by_difference = (sum(r[i] for r in results) for i in (1, 2))
     torch.testing.assert_close(by_gradient, by_difference, rtol=1e-10, atol=1e-12)
     assert all(not torch.allclose(r[0], r[3]) for r in results)
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the tensor storages that are alive, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor):
-                self._see(x.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes()
-
-        def gone(_: Any) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.most = max(self.most, self.now)
 
 
 def settled(live: Live, limit: float) -> int:

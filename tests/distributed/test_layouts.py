@@ -40,6 +40,7 @@ VARIANTS = {
     "alibi": "--position-embedding-type alibi --softmax-type learnable --squared-relu "
     "--apply-layernorm-1p --untie-embeddings-and-output-weights",
     "packed": f"{ROTARY} --reset-position-ids --reset-attention-mask --eod-mask-loss",
+    "pieces": f"{ROTARY} --logits-at-once 300 --no-calculate-per-token-loss",
     "packed-means": "--reset-position-ids --reset-attention-mask --eod-mask-loss "
     "--no-calculate-per-token-loss --optimizer sgd --micro-batch-size 2",
 }
@@ -75,6 +76,9 @@ LAYOUTS = {
     "packed": """
         tp2 sp; cp2; cp4; cp4 all_gather; cp2 a2a; cp4 a2a+p2p; pp4; dp4 overlap
         tp2 sp cp2 pp2 zb-v
+    """,
+    "pieces": """
+        tp2; tp2 sp pp2 zb-v; cp2 tp2 sp; tp4 pp2 zb-h1
     """,
     "packed-means": """
         tp2; cp4; dp4; pp2 vpp2; cp2 a2a pp2 dp2; tp2 sp cp2 dp2

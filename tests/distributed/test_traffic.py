@@ -176,7 +176,9 @@ def test_an_iteration_moves_what_the_closed_form_says(pool: Pool, world: int, wo
         expected = traffic.expected(config, rows, count, seen.coordinates)
         for number, found in enumerate(seen.training, 1):
             assert found == expected, f"rank {rank}, iteration {number}"
-        assert seen.evaluation == traffic.expected_evaluation(config, evaluated, seen.coordinates)
+        assert seen.evaluation == traffic.expected_evaluation(
+            config, rows, evaluated, seen.coordinates
+        )
 
 
 @pytest.mark.parametrize(

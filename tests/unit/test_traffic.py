@@ -55,7 +55,7 @@ def test_sequence_parallel() -> None:
 
 def test_evaluation_goes_forward_only() -> None:
     run = config(2, f"{TP} 2")
-    assert traffic.expected_evaluation(run, 3, {"pp": 0}) == {
+    assert traffic.expected_evaluation(run, 128, 3, {"pp": 0}) == {
         ("tp", "all_reduce"): (3 * (5 + 2), 3 * (5 * HIDDEN + 4 * 16 * 4)),
         ("world", "all_reduce"): (1, 64),
     }

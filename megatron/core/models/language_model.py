@@ -1,15 +1,17 @@
 """The two ends of a language model: tokens in, logits or losses out.
 
-Shapes: B batch, S sequence, H hidden, V padded vocabulary (v this rank's share).
+Shapes: B batch, S sequence, H hidden, V padded vocabulary (v this rank's share), P a piece of S.
 """
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core import comm, rng
 from megatron.core.kernels.dtypes import accumulate_dtype
+from megatron.core.mesh import Axis
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy
@@ -18,6 +20,7 @@ from megatron.core.tensor_parallel.embedding import (
     VocabularyRows,
 )
 from megatron.core.tensor_parallel.layers import linear, make_parameter
+from megatron.core.transformer.config import loss_pieces
 from megatron.core.transformer.init import embedding_init
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.position import LearnedPositions
@@ -89,6 +92,8 @@ class LanguageHead(nn.Module):
         self.rows, self.axis = rows, around.mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.logit_softcap
         self.gathers = around.sequence_parallel
+        self.alone = Axis("none", (around.mesh.rank,), 0, None)
+        self.logits_at_once = config.logits_at_once
         record = rows.record(config.hidden_size, embedding_init(config))
         if tied:  # one logical matrix, whose first values and name are the embedding's
             record = replace(record, tied=True, name=TOKEN_VECTORS)
@@ -97,7 +102,9 @@ class LanguageHead(nn.Module):
 
     def local_logits(self, x_SBH: Tensor) -> Tensor:
         """Return this rank's share of the logits, ``[S, B, v]``."""
-        logits_SBv = linear(x_SBH, self.weight, None, self.axis, self.gathers)
+        return self._scaled(linear(x_SBH, self.weight, None, self.axis, self.gathers))
+
+    def _scaled(self, logits_SBv: Tensor) -> Tensor:
         if self.multiplier != 1.0:
             logits_SBv = logits_SBv * self.multiplier
         if self.softcap is not None:
@@ -114,6 +121,26 @@ class LanguageHead(nn.Module):
         return logits_SBv.transpose(0, 1)[..., : self.rows.vocab_size]
 
     def losses(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
-        """Return the loss of every token, ``[B, S]``, in fp32 or better."""
-        losses_SB = cross_entropy(self.local_logits(x_SBH), labels_BS.t(), self.rows, self.axis)
-        return losses_SB.t()
+        """Return the loss of every token, ``[B, S]``, in fp32 or better.
+
+        Where there are too many logits for one matrix, only those of a piece of the sequence exist
+        at once, in forward and in backward.
+        """
+        labels_SB = labels_BS.t()
+        sequence, samples = labels_SB.shape
+        pieces = loss_pieces(sequence, samples, self.rows.count, limit=self.logits_at_once)
+        if pieces == 1:
+            losses_SB = cross_entropy(self.local_logits(x_SBH), labels_SB, self.rows, self.axis)
+            return losses_SB.t()
+        # The whole sequence enters here, once, so that a piece needs no collective for its input.
+        x_SBH = mappings.enter(x_SBH, self.axis, self.gathers)
+        parts = zip(x_SBH.tensor_split(pieces), labels_SB.tensor_split(pieces), strict=True)
+        losses = [
+            checkpoint(self._piece, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in parts
+        ]
+        return torch.cat(losses).t()
+
+    def _piece(self, x_PBH: Tensor, labels_PB: Tensor) -> Tensor:
+        logits_PBv = self._scaled(linear(x_PBH, self.weight, None, self.alone, False))
+        return cross_entropy(logits_PBv, labels_PB, self.rows, self.axis)
