@@ -40,6 +40,7 @@ FLAT = {
     "tp2": TP2,
     "tp2 sp": f"{TP2} --sequence-parallel --bf16",
     "tp2 sp, latents": f"{TP2} --sequence-parallel {LATENT}",
+    "tp2 sp, pieces": f"{TP2} --sequence-parallel --logits-at-once 1000",
     "tp2, ahead": f"{TP2} {ROPE} --mtp-num-layers 2",
     "tp2 sp, ahead": f"{TP2} --sequence-parallel --bf16 {LATENT} --mtp-num-layers 1",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",

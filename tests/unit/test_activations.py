@@ -45,6 +45,7 @@ MODELS = [
     "--window-size 20,0 --window-attn-skip-freq 2",
     "--position-embedding-type alibi --embedding-multiplier 3 --logit-multiplier 2",
     "--logit-softcap 10 --bf16",
+    "--logits-at-once 1000 --bf16",
     "--position-embedding-type rope --reset-position-ids",
     "--reset-position-ids --openai-gelu",
     "--attention-backend unfused --attention-dropout 0",
