@@ -47,6 +47,19 @@ CASES = {
         4,
         f"{SMALL} {LLAMA} --num-query-groups 2 --tensor-model-parallel-size 4",
     ),
+    "window sink cap": (
+        1,
+        2,
+        f"{SMALL} {LLAMA} --num-query-groups 4 {TP2} --window-size 16,0 --softmax-type learnable "
+        "--attention-softcap 20",
+    ),
+    "alibi": (0, 1, f"{SMALL} --position-embedding-type alibi --apply-layernorm-1p"),
+    "latent mtp": (
+        0,
+        1,
+        f"{SMALL} --position-embedding-type rope --multi-latent-attention --q-lora-rank 64 "
+        "--kv-lora-rank 32 --mtp-num-layers 1",
+    ),
     "interleaved": (1, 2, f"{SMALL} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "zb-h1": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-h1"),
     "zb-v": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-v"),
