@@ -45,7 +45,7 @@ def test_page_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--schedules 1f1b,zigzag", "'zigzag' is none of gpipe"),
         ("--microbatches 0", "at least 1"),
         ("--backward 1 --backward-weight 2", "--backward-weight (2) at most --backward (1)"),
-        ("--chunks 1", "at least 2"),
+        ("--chunks 1", "2 or more"),
         ("--group-size 3", "--microbatch-group-size-per-virtual-pipeline-stage (3)"),
     ],
 )
