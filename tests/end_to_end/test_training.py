@@ -249,7 +249,7 @@ class Interfering:
         monkeypatch.setattr(pretrain_gpt, "forward_step", self)
 
     def __call__(self, model: Any, batch: Any, x: Any, dropout: DropoutKey | None) -> TokenLosses:
-        losses, mask = self._original(model, batch, x, dropout)
+        losses, mask, *_ = self._original(model, batch, x, dropout)
         if dropout is not None and dropout.iteration == self.iteration:
             factor = self.act()
             losses = losses * (factor if isinstance(factor, float) else 1.0)
