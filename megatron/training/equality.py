@@ -176,11 +176,12 @@ def _parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 def _pieces(chunks: Sequence[nn.Module], attribute: str) -> list[Piece]:
-    """Return copies of the boxes that this rank holds of each ``grad`` or ``data``."""
+    """Return copies, in float64, of what this rank holds of each ``grad`` or ``data``."""
     pieces = []
     for parameter in _parameters(chunks):
         record, local = sharding.of(parameter), getattr(parameter, attribute)
         for region in record.regions:
-            values = local[sharding.box_slices(region.local)].detach().cpu().numpy().copy()
+            box = local[sharding.box_slices(region.local)].detach()
+            values = box.to("cpu", torch.float64, copy=True).numpy()
             pieces.append(Piece(record.name, region.logical, values))
     return pieces
