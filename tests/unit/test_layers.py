@@ -26,7 +26,7 @@ def test_recomputation_adds_each_gradient_to_the_buffer_once() -> None:
     buffers = {name: parameter.grad for name, parameter in layer.named_parameters()}
     told: list[int] = []
     for parameter in layer.parameters():
-        parameter.grad_ready = lambda one: told.append(id(one))
+        parameter.register_post_accumulate_grad_hook(lambda one: told.append(id(one)))
     checkpoint(layer, x, use_reentrant=False).square().sum().backward()
     weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
     torch.nn.functional.linear(x.detach(), weight, bias).square().sum().backward()
@@ -43,7 +43,7 @@ def test_recomputation_adds_the_embeddings_gradient_to_the_buffer_once() -> None
     layer.weight.data.normal_()
     layer.weight.grad = buffer = torch.zeros_like(layer.weight)
     told: list[int] = []
-    layer.weight.grad_ready = lambda one: told.append(id(one))
+    layer.weight.register_post_accumulate_grad_hook(lambda one: told.append(id(one)))
     tokens_BS = torch.tensor([[1, 3, 3], [0, 6, 1]])
     checkpoint(layer, tokens_BS, use_reentrant=False).sum().backward()
     assert layer.weight.grad is buffer and told == [id(layer.weight)]

@@ -11,10 +11,10 @@ as soon as it and those before it are complete, while the backward goes on:
 
     once per iteration    all-reduce of each bucket over dp x cp, then sums of regions (`finalize`)
 
-When a gradient is complete is told by the layers (``parameter.grad_ready``) and, where autograd
-itself adds to it, by autograd's hook. How often a parameter is told of in a chunk's last backward
-is counted once, in the first iteration, in which nothing overlaps: a matrix that serves twice is
-told of twice. One that was not told of then waits for the end.
+When a gradient is complete in a backward, autograd's hook tells: it comes once, after everything
+that uses the parameter, also where layers add the gradient themselves. Without a gradient it does
+not come, and the bucket waits for `finish`; so it does where a schedule splits the backward, since
+the last of it is no backward of autograd's.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megatron.core import comm, sharding
+from megatron.core import comm
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import FlatBuffer, GroupOf, build_buffers
 from megatron.core.distributed.config import DataParallelConfig
@@ -100,27 +100,22 @@ class _Queue:
         self._launched = 0
         self._handles: list[comm.Handle] = []
         self._listens = False
-        self._expected: Counter[int] | None = None
-        """Notices of each parameter in a last backward, by id; None until they were counted."""
-        self._notices: Counter[int] = Counter()
         self._waiting: list[set[int]] = []
         """Parameters that each bucket still waits for, by id."""
         if overlaps:
             for parameter in (p for buffer in early for p in buffer.parameters):
-                parameter.grad_ready = self._notice  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(self._notice)
+                parameter.register_post_accumulate_grad_hook(self._complete)
 
     def begin(self) -> None:
         if not self._overlaps:
             return
-        self._listens, self._notices = True, Counter()
-        self._waiting = [_inside(*bucket) for bucket in self._buckets]
+        self._listens = True
+        self._waiting = [_inside(*bucket) for bucket in self._buckets[: self._early]]
 
     def finish(self) -> None:
         if not self._overlaps:
             return
         self._listens = False
-        self._expected = self._expected or self._notices
         self._launch(self._early)
 
     def flush(self) -> None:
@@ -130,23 +125,15 @@ class _Queue:
         self._handles.clear()
         self._launched = 0
 
-    def _notice(self, parameter: torch.Tensor) -> None:
+    def _complete(self, parameter: torch.Tensor) -> None:
         if not self._listens:
             return
-        self._notices[id(parameter)] += 1
-        if self._expected is None:
-            return
-        missing = self._expected[id(parameter)] - self._notices[id(parameter)]
-        assert missing >= 0 or self._expected[id(parameter)] == 0, (
-            f"the gradient of {sharding.of(parameter).name} came after its bucket was sent"
-        )
-        if missing == 0:
-            for waiting in self._waiting:
-                waiting.discard(id(parameter))
-            ready = self._launched
-            while ready < self._early and not self._waiting[ready]:
-                ready += 1
-            self._launch(ready)
+        for waiting in self._waiting:
+            waiting.discard(id(parameter))
+        ready = self._launched
+        while ready < self._early and not self._waiting[ready]:
+            ready += 1
+        self._launch(ready)
 
     def _launch(self, stop: int) -> None:
         """Start the sums of the buckets before number ``stop``."""

@@ -16,7 +16,7 @@ from megatron.core import sharding
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init, Region, Sharding
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import make_parameter, ready
+from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.utils import divide
 
 
@@ -65,7 +65,6 @@ class _Lookup(torch.autograd.Function):
         target.index_add_(0, rows.flatten(), grad.to(target.dtype))
         if weight_vH.grad is None:
             return target, None
-        ready(weight_vH)
         return None, None
 
 

@@ -25,7 +25,6 @@ from megatron.core.sharding import Init, Sharding
 from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.utils import divide
 
-GradReady = Callable[[nn.Parameter], None]
 # Innermost last. Of the process, not of a thread: on CUDA autograd runs backwards in its own.
 _postponed: list[list[Callable[[], Any]]] = []
 
@@ -150,7 +149,6 @@ def _weight_gradient(
     if weight_OI.grad is None:
         return matmul.matmul(grad_NO.t(), x_NI)
     matmul.accumulate_wgrad(weight_OI.grad, grad_NO, x_NI)
-    ready(weight_OI)
     return None
 
 
@@ -159,15 +157,7 @@ def accumulate(parameter: Tensor, grad: Tensor) -> Tensor | None:
     if parameter.grad is None:
         return grad
     parameter.grad.add_(grad)
-    ready(parameter)
     return None
-
-
-def ready(parameter: Tensor) -> None:
-    """Tell whoever reduces gradients that a microbatch's share has been added to this one."""
-    notify: GradReady | None = getattr(parameter, "grad_ready", None)
-    if notify is not None:
-        notify(parameter)  # type: ignore[arg-type]
 
 
 def linear(
