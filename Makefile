@@ -1,6 +1,7 @@
 # make setup        create .venv and install what training needs
 # make quickstart   prepare text, train, stop, resume, generate: under five minutes on two cores
 # make test         run the test suite
+# make test-gpu     run what needs a CUDA device (docs/gpu.md)
 # make lint         ruff and mypy
 # make benchmark    time training, data preparation and index building against their yardsticks
 #
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: always setup setup-dev quickstart test test-slow lint benchmark extension clean
+.PHONY: always setup setup-dev quickstart test test-slow test-gpu lint benchmark extension clean
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
@@ -36,13 +37,16 @@ quickstart: setup
 	PYTHON=$(BIN)/python bash examples/quickstart.sh
 
 # Tests are many small processes: more threads than cores only wait for each other.
-test test-slow: export OMP_NUM_THREADS ?= 1
+test test-slow test-gpu: export OMP_NUM_THREADS ?= 1
 
 test: setup-dev
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
+
+test-gpu: setup-dev
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 lint: setup-dev
 	$(BIN)/ruff check .

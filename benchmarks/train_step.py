@@ -29,7 +29,7 @@ Step = Callable[[Any, Any], Any]
 GEMM = 2048
 
 
-def megatron(size: Size, arch: str) -> Step:
+def megatron(size: Size, arch: str, device: str = "cpu", bf16: bool = False) -> Step:
     """Return the step that the training loop runs."""
     import torch
     from torch import Tensor
@@ -65,13 +65,14 @@ def megatron(size: Size, arch: str) -> Step:
         hidden_dropout=0.0,
         **(llama if arch == "llama" else {"bias_gelu_fusion": False}),
     )
-    mesh = Mesh.serial()
-    model = GPTModel(config, mesh, vocab_size=size.vocab)
+    mesh, precision = Mesh.serial(device), PrecisionConfig(bf16=bf16)
+    dtype = getattr(torch, precision.params_dtype)
+    model = GPTModel(config, mesh, vocab_size=size.vocab, dtype=dtype)
     rng.initialize(model, 0)
     settings = OptimizerConfig.resolve(
         adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPSILON, weight_decay=DECAY
     )
-    optimizer = build_optimizer(settings, [model], mesh, PrecisionConfig())
+    optimizer = build_optimizer(settings, [model], mesh, precision)
     objective = Objective(per_token=True, mesh=mesh)
     passes = Passes([model], forward_step, objective, Timers(0))
     runner = TrainStep(passes, optimizer, Health(HealthConfig()), seed=0)
@@ -79,7 +80,8 @@ def megatron(size: Size, arch: str) -> Step:
     nominal = objective.nominal(size.batch, size.batch, size.sequence)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
-        batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}
+        mask = torch.ones(tokens.shape, device=tokens.device)
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": mask}
         result = runner.run(plan, [batch], 1, nominal, lambda: (False, False, False))
         return result.totals.loss
 

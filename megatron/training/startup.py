@@ -64,10 +64,14 @@ def environment_lines(mesh: Mesh) -> list[str]:
         device += f" ({torch.cuda.get_device_name(mesh.device)})"
     else:
         device += f" ({torch.get_num_threads()} threads)"
-    return [
+    lines = [
         f"device: {device}",
         f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}",
     ]
+    if mesh.tp.overlap:
+        way = {"symmetric": "through symmetric memory", "ring": "round a ring"}[mesh.tp.overlap]
+        lines.append(f"--tp-comm-overlap: {way}")
+    return lines
 
 
 def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:

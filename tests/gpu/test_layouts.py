@@ -4,6 +4,7 @@ gloo takes CUDA tensors through the host, which is slow and no layout to train w
 above it is what runs over NCCL. NCCL itself, its streams and its order of calls need two devices.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.core.mesh import Mesh
 from megatron.training import equality, setup
@@ -150,7 +152,8 @@ TP2 = "--tensor-model-parallel-size 2"
     ],
 )
 def test_programs_over_gloo_on_one_device(equals: Starter, words: str) -> None:
-    equals(f"{words} --distributed-backend gloo")
+    said = equals(f"{words} --distributed-backend gloo")
+    assert ("--tp-comm-overlap: round a ring" in said) == ("--tp-comm-overlap" in words)
 
 
 @needs.TWO_DEVICES
@@ -173,4 +176,10 @@ def test_programs_over_nccl(equals: Starter, words: str) -> None:
 @needs.TWO_DEVICES
 def test_products_beside_their_collectives(equals: Starter) -> None:
     """Through symmetric memory where the devices reach each other's, else round the ring."""
-    equals(f"{TP2} --sequence-parallel --tp-comm-overlap")
+    said = equals(f"{TP2} --sequence-parallel --tp-comm-overlap")
+    reach = DEVICE.type == "cuda" and all(
+        torch.cuda.can_device_access_peer(one, other)
+        for one, other in itertools.permutations(range(torch.cuda.device_count()), 2)
+    )
+    way = "through symmetric memory" if reach else "round a ring"
+    assert f"--tp-comm-overlap: {way}" in said

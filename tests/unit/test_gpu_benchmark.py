@@ -1,0 +1,49 @@
+"""benchmarks/gpu.py where there is no GPU: one message; and a rehearsal, which proves no figure."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_ends_with_one_message() -> None:
+    ended = run()
+    assert ended.returncode == 2 and ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("gpu: error: ") and "sees no CUDA device" in line
+    assert torch.__version__ in line and "benchmarks/train_step.py" in line
+
+
+@pytest.mark.slow
+def test_it_can_be_tried_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    ended = run("--device", "cpu", "--size", "T", "--steps", "2", "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(path.read_text())
+    plain, ours = found["models"]
+    assert [plain["contestant"], ours["contestant"]] == ["plain", "megatron"]
+    # The same model and micro-batch, but other initial values: near the log of the vocabulary.
+    assert plain["micro_batch"] == ours["micro_batch"] == 4
+    for row in (plain, ours):
+        assert row["first_loss"] == pytest.approx(6.24, abs=0.1) and row["mfu"] is None
+    by_name = {row["name"]: row for row in found["attention"]}
+    assert by_name["sdpa"]["ms"] > 0 and "needs a CUDA device" in by_name["flash_attn"]["reason"]
+    assert len(found["products"]) == 4
