@@ -5,6 +5,7 @@ no-op on them, so the serial model is the parallel model on `Mesh.serial`.
 """
 
 import itertools
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -125,6 +126,11 @@ class Mesh:
         return self.axes[name]
 
     @property
+    def alone(self) -> Axis:
+        """Return an axis of this rank only: what is done over it needs nobody else."""
+        return Axis("alone", (self.rank,), 0, None)
+
+    @property
     def where(self) -> str:
         """Return this rank's coordinates as they stand before a log line: ``[pp1 dp0 tp3]``."""
         shown = [self.axes[name] for name in ("pp", "dp", "cp", "tp")]
@@ -225,14 +231,19 @@ def choose_overlap(axis: Axis, device: torch.device) -> Overlap:
     """Return the best way to overlap collectives with products on an axis.
 
     Symmetric memory is for CUDA devices of one machine that reach each other's memory, and ranks
-    that NCCL connects; everything else forms a ring. All ranks of an axis choose alike: what they
-    ask about is the machine, where neighbours along the tensor-parallel axis stand together.
+    that NCCL connects; everything else forms a ring. A collective of the axis, on CUDA: its ranks
+    choose alike.
     """
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if axis.size > count or dist.get_backend(axis.group) != "nccl":
+    if device.type != "cuda" or dist.get_backend(axis.group) != "nccl":
         return "ring"
-    pairs = itertools.permutations(range(count), 2)
-    if not all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs):
+    pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
+    mine = (
+        socket.gethostname(),
+        all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs),
+    )
+    everyone: list[tuple[str, bool]] = [mine] * axis.size
+    dist.all_gather_object(everyone, mine, group=axis.group)
+    if len(set(everyone)) > 1 or not mine[1]:
         return "ring"
     from torch.distributed import _symmetric_memory  # noqa: F401  (defines the operators)
 

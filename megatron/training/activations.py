@@ -24,8 +24,7 @@ from functools import cached_property
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.transformer.config import loss_pieces
-from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
+from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.training import accounting_mla, attention_bytes
 from megatron.training.attention_bytes import Heads, Piece
 from megatron.training.config import RunConfig

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
-from megatron.core.utils import Say
+from megatron.core.utils import Say, UserError
 from megatron.training import (
     accounting,
     external,
@@ -96,6 +96,11 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
     config, started = run.config, time.time()
     say = _printer(launch.rank)
     rules.check_device(config, torch.cuda.is_available())
+    if run.invocation.rank not in (None, launch.rank):
+        raise UserError(
+            f"--rank ({run.invocation.rank}), but this is rank {launch.rank} by the launcher "
+            f"({launch.source}): leave it out, ranks come from the launcher's environment"
+        )
     say(f"launch: {launch}")
     mesh = setup.create_mesh(config, launch, say)
     pulse = Pulse(60.0 * config.process.distributed_timeout_minutes)

@@ -30,6 +30,7 @@ _KEPT = {
     *specs(TransformerConfig),
     *specs(OptimizerConfig),
     "use_tp_pp_dp_mapping",
+    "tp_comm_overlap",
     "overlap_p2p_comm",
     "deallocate_pipeline_outputs",
     "cp_comm_type",

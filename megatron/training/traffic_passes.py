@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.transformer.config import TransformerConfig, loss_pieces
-from megatron.core.transformer.plan import BlockKind, layer_plan, mtp_layer_plan
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.plan import BlockKind, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 

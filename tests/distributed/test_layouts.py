@@ -46,7 +46,7 @@ VARIANTS = {
 }
 LAYOUTS = {
     "gpt2": """
-        tp2; tp4; tp8; tp2 sp; tp4 sp
+        tp2; tp4; tp8; tp2 sp; tp4 sp; tp2 sp --tp-comm-overlap
         pp2 gpipe; pp2 1f1b; pp2 zb-h1; pp2 zb-v; pp2 vpp2; pp3; pp4; pp4 zb-h1
         pp2 --decoder-first-pipeline-num-layers 1; pp2 --decoder-last-pipeline-num-layers 1
         pp3 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
@@ -62,6 +62,7 @@ LAYOUTS = {
         tp4; tp4 sp; tp8 sp; pp2 zb-v overlap dp2; cp4 a2a; cp4; tp2 cp2 all_gather
         tp4 sp cp2; tp2 sp cp2 pp2; tp4 sp pp4; tp2 sp pp2 vpp2 dp2 --use-tp-pp-dp-mapping
         tp2 pp2 cp2 a2a --pipeline-model-parallel-layout 'Ettt|tL'
+        tp4 sp pp2 zb-v --tp-comm-overlap
     """,
     "one-group": """
         tp2; tp8 sp; cp2 a2a; tp2 cp4 a2a+p2p; tp2 sp pp2 gpipe cp2 all_gather

@@ -20,6 +20,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices, self.backend = 4, "nccl"
         self.apart: set[tuple[int, int]] = set()
+        self.others: tuple[tuple[str, bool], ...] = ()
+        """Host of each other rank, and whether its devices reach each other; as here if empty."""
         self.reduced: list[tuple[torch.device, object]] = []
         self.barriers: list[Any] = []
         monkeypatch.setattr(torch.cuda, "device_count", lambda: self.devices)
@@ -29,10 +31,14 @@ class Machine:
         monkeypatch.setattr(dist, "get_backend", lambda group: self.backend)
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
         monkeypatch.setattr(dist, "barrier", lambda group, **given: self.barriers.append(given))
+        monkeypatch.setattr(dist, "all_gather_object", self._all_gather_object)
         zeros = torch.zeros
         # Of the right device, without memory there.
         fake = lambda *size, device: SimpleNamespace(device=device, cpu=zeros(*size))  # noqa: E731
         monkeypatch.setattr(torch, "zeros", fake)
+
+    def _all_gather_object(self, values: list[Any], mine: object, group: object) -> None:
+        values[:] = [mine, *(self.others or [mine] * (len(values) - 1))]
 
     def _all_reduce(self, x: Any, *, group: object) -> None:
         self.reduced.append((x.device, group))
@@ -56,7 +62,10 @@ def test_devices_that_reach_each_other_overlap_through_symmetric_memory(machine:
 
 def test_all_others_form_a_ring(machine: Machine) -> None:
     assert choose_overlap(axis(2), CPU) == "ring"
-    assert choose_overlap(axis(8), CUDA) == "ring"  # over several machines
+    # Two machines, each with devices enough for both ranks.
+    machine.others = (("another", True),)
+    assert choose_overlap(axis(2), CUDA) == "ring"
+    machine.others = ()
     machine.apart.add((3, 1))
     assert choose_overlap(axis(2), CUDA) == "ring"
     machine.apart.clear()

@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron.core import rng
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.config import TransformerConfig, loss_pieces
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.plan import loss_pieces
 from tests.live_bytes import Live
 
 VOCAB, LENGTH, SAMPLES = 50, 13, 2

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.kernels.attention import Packing
 from megatron.core.mesh import Mesh
-from megatron.core.models.language_model import LanguageEmbedding, LanguageHead
+from megatron.core.models.language_model import LanguageEmbedding, LanguageHead, Tie
 from megatron.core.models.mtp import Ahead, MultiTokenPrediction
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
@@ -86,7 +86,9 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(self.stage.layers, self.stage.is_last, around)
         self.output_layer: LanguageHead | None = None
         if self.stage.is_last:
-            self.output_layer = LanguageHead(rows, around, tied=ends_apart and tied)
+            here = self.embedding is not None or not ends_apart
+            tie: Tie = "no" if not tied else "here" if here else "apart"
+            self.output_layer = LanguageHead(rows, around, tie)
             if tied and self.embedding is not None:
                 self.output_layer.weight = self.embedding.word_embeddings.weight
         self.mtp: MultiTokenPrediction | None = None

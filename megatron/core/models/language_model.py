@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, H hidden, V padded vocabulary (v this rank's share)
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core import comm, rng
 from megatron.core.kernels.dtypes import accumulate_dtype
-from megatron.core.mesh import Axis
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy
@@ -20,11 +20,12 @@ from megatron.core.tensor_parallel.embedding import (
     VocabularyRows,
 )
 from megatron.core.tensor_parallel.layers import linear, make_parameter
-from megatron.core.transformer.config import loss_pieces
 from megatron.core.transformer.init import embedding_init
 from megatron.core.transformer.layer import Surroundings
+from megatron.core.transformer.plan import loss_pieces
 from megatron.core.transformer.position import LearnedPositions
 
+Tie = Literal["no", "apart", "here"]
 TOKEN_VECTORS = "embedding.word_embeddings.weight"
 """Logical name of the matrix that an embedding holds, and a head that is tied to it."""
 
@@ -82,22 +83,30 @@ class LanguageEmbedding(nn.Module):
 class LanguageHead(nn.Module):
     """Logits of the next token, or its loss.
 
-    ``tied`` says that the embedding, on another rank, holds the same matrix. Where both ends of the
-    model are on this rank, the model puts the embedding's in place of `weight`.
+    Args:
+        rows: of the vocabulary, on this rank.
+        around: what every module is built with.
+        tied: the embedding has the same matrix: ``apart``, a copy on another rank, or ``here``,
+            where the model puts it in place of an empty `weight`.
     """
 
-    def __init__(self, rows: VocabularyRows, around: Surroundings, tied: bool = False) -> None:
+    def __init__(
+        self,
+        rows: VocabularyRows,
+        around: Surroundings,
+        tied: Tie = "no",
+    ) -> None:
         super().__init__()
         config = around.config
         self.rows, self.axis = rows, around.mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.logit_softcap
         self.gathers = around.sequence_parallel
-        self.alone = Axis("none", (around.mesh.rank,), 0, None)
+        self.alone = around.mesh.alone
         self.logits_at_once = config.logits_at_once
         record = rows.record(config.hidden_size, embedding_init(config))
-        if tied:  # one logical matrix, whose first values and name are the embedding's
+        if tied == "apart":  # one logical matrix, whose first values and name are the embedding's
             record = replace(record, tied=True, name=TOKEN_VECTORS)
-        shape = (rows.count, config.hidden_size)
+        shape = (0 if tied == "here" else rows.count, config.hidden_size)
         self.weight = make_parameter(record, shape, around.mesh, around.dtype)
 
     def local_logits(self, x_SBH: Tensor) -> Tensor:

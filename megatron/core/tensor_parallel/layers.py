@@ -255,7 +255,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis = mesh.tp
         self.sequence_parallel = sequence_parallel
-        self.alone = Axis("none", (mesh.rank,), 0, None)
+        self.alone = mesh.alone
         self.weight = make_parameter(record, (record.shape[0], columns), mesh, dtype)
         # The bias is added once, after the sum; its gradient is partial where the sequence is cut.
         summed = ("tp",) if self.sequence_parallel else ()
@@ -307,7 +307,7 @@ class WholeLinear(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.alone = Axis("none", (mesh.rank,), 0, None)
+        self.alone = mesh.alone
         record = sharding.whole(
             shape,
             init,

@@ -455,17 +455,3 @@ class TransformerConfig(Config):
                 raise UserError(f"{flag} ({value}) must be at least 1")
             if isinstance(value, tuple) and not set(value) <= {0, 1}:
                 raise UserError(f"{flag} ({as_words(value)}): a pattern holds 0 and 1 only")
-
-
-def loss_pieces(sequence: int, samples: int, rows: int, *, limit: int) -> int:
-    """Return in how many pieces of the sequence head and loss work.
-
-    Args:
-        sequence: positions whose logits a rank makes, of each sample.
-        samples: of a microbatch.
-        rows: of the vocabulary on a rank.
-        limit: logits that may exist at once; 0 for all.
-    """
-    if not limit:
-        return 1
-    return min(sequence, max(1, -(-sequence * samples * rows // limit)))

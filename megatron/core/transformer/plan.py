@@ -48,3 +48,17 @@ def mtp_layer_plan(config: TransformerConfig, depth: int) -> LayerPlan:
     It has the sub-layers of the decoder's last one, and what goes by number from that of its own.
     """
     return LayerPlan(depth, layer_plan(config)[-1].sublayers)
+
+
+def loss_pieces(sequence: int, samples: int, rows: int, *, limit: int) -> int:
+    """Return in how many pieces of the sequence head and loss work.
+
+    Args:
+        sequence: positions whose logits a rank makes, of each sample.
+        samples: of a microbatch.
+        rows: of the vocabulary on a rank.
+        limit: logits that may exist at once; 0 for all.
+    """
+    if not limit:
+        return 1
+    return min(sequence, max(1, -(-sequence * samples * rows // limit)))
