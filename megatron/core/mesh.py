@@ -236,11 +236,14 @@ def choose_overlap(axis: Axis, device: torch.device) -> Overlap:
     """
     if device.type != "cuda" or dist.get_backend(axis.group) != "nccl":
         return "ring"
-    pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
-    mine = (
-        socket.gethostname(),
-        all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs),
+    count = torch.cuda.device_count()
+    pairs = itertools.permutations(range(count), 2)
+    # Fewer devices than ranks: each process is shown its own alone, and torch tells them apart by
+    # their numbers.
+    reach = axis.size <= count and all(
+        torch.cuda.can_device_access_peer(one, other) for one, other in pairs
     )
+    mine = (socket.gethostname(), reach)
     everyone: list[tuple[str, bool]] = [mine] * axis.size
     dist.all_gather_object(everyone, mine, group=axis.group)
     if len(set(everyone)) > 1 or not mine[1]:

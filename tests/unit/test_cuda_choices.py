@@ -66,6 +66,9 @@ def test_all_others_form_a_ring(machine: Machine) -> None:
     machine.others = (("another", True),)
     assert choose_overlap(axis(2), CUDA) == "ring"
     machine.others = ()
+    machine.devices = 1  # each process is shown its own device alone
+    assert choose_overlap(axis(2), CUDA) == "ring"
+    machine.devices = 4
     machine.apart.add((3, 1))
     assert choose_overlap(axis(2), CUDA) == "ring"
     machine.apart.clear()
