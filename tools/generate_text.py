@@ -171,7 +171,7 @@ def answer(
 
 def converse(generator: "Generator", config: GenerateConfig, processes: "Processes") -> None:
     """Continue one prompt per line until the first process's input ends."""
-    from megatron.training.shared import from_first
+    from megatron.training.rank_zero import from_first
 
     first = processes.world.coordinate == 0
     if first and sys.stdin.isatty():
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_tool(argv, GenerateConfig, PROGRAM).config
     launch = discover(os.environ)
     from megatron.training.generation import connected, open_checkpoint
-    from megatron.training.shared import from_first
+    from megatron.training.rank_zero import from_first
 
     sampling_of(config)  # a wrong flag is told before the model is read
     first = launch.rank == 0

@@ -17,7 +17,6 @@ from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training import checkpoint_args, flag_status, help_text, idle, rules, verdicts
-from megatron.training.alike import print_once
 from megatron.training.command_line import (
     Given,
     Vocabulary,
@@ -28,6 +27,7 @@ from megatron.training.command_line import (
 from megatron.training.config import RunConfig
 from megatron.training.failure import Failure, describe, end_children, write_error_file
 from megatron.training.flag_status import Row
+from megatron.training.startup_error import print_once
 from megatron.training.verdicts import Applied
 
 C = TypeVar("C", bound=Config)

@@ -23,7 +23,7 @@ from megatron.training.checkpoint_facts import RunFacts
 from megatron.training.checkpoint_source import choose
 from megatron.training.checkpointing import OPTIMIZER, RANDOM, Optimizer, items, random_key
 from megatron.training.config import CheckpointConfig
-from megatron.training.shared import from_first
+from megatron.training.rank_zero import from_first
 from megatron.training.state import TrainState
 
 _WAYS_OUT = (

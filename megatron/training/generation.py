@@ -30,7 +30,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import Say, UserError
 from megatron.training import checkpoint_source, checkpointing, layout_rules, setup
 from megatron.training.launch import Launch
-from megatron.training.shared import from_first
+from megatron.training.rank_zero import from_first
 
 Stream = Callable[[int, str], None]
 """Called with (number of the prompt, new text)."""

@@ -54,12 +54,12 @@ from megatron.training.external import ExternalBatches, Loader
 from megatron.training.failure import describe, write_error_file
 from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
+from megatron.training.heartbeat import Pulse
 from megatron.training.launch import Launch
 from megatron.training.metrics import Facts, Metrics
 from megatron.training.passes import ForwardStep, Passes, build_passes
 from megatron.training.profiling import Profiler
 from megatron.training.progress_file import ProgressFile
-from megatron.training.pulse import Pulse
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.signals import ExitSignal
 from megatron.training.state import TrainState

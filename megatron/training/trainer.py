@@ -24,9 +24,9 @@ from megatron.training.config import RunConfig
 from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.external import ExternalBatches
 from megatron.training.garbage import Garbage
+from megatron.training.heartbeat import Pulse
 from megatron.training.metrics import Iteration, Metrics
 from megatron.training.profiling import Profiler
-from megatron.training.pulse import Pulse
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.state import TrainState
 from megatron.training.step import Plan, StepResult, TrainStep

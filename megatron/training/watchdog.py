@@ -31,8 +31,8 @@ from megatron.training.failure import (
     leave,
     write_error_file,
 )
-from megatron.training.hub import FAREWELL, PATIENCE, Hub, Link
-from megatron.training.pulse import Pulse
+from megatron.training.failure_server import FAREWELL, PATIENCE, Hub, Link
+from megatron.training.heartbeat import Pulse
 
 INTERVAL = 1.0
 """Seconds between two beats."""

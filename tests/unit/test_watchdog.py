@@ -10,8 +10,8 @@ import pytest
 from megatron.core.utils import UserError
 from megatron.training.cause import Beat, culprit
 from megatron.training.failure import RunFailed, describe
-from megatron.training.hub import Hub, Link
-from megatron.training.pulse import Pulse
+from megatron.training.failure_server import Hub, Link
+from megatron.training.heartbeat import Pulse
 
 INTERVAL = 0.2
 PLACES = ["[dp0]", "[dp1]", "[dp2]"]
@@ -52,7 +52,7 @@ class Rank:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("megatron.training.hub.PATIENCE", 1.5)
+    monkeypatch.setattr("megatron.training.failure_server.PATIENCE", 1.5)
     hub = Hub(INTERVAL, Pulse(limit=3.0))
     hub.open(PLACES)
     yield hub

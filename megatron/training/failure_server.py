@@ -40,7 +40,7 @@ from megatron.training.cause import (
     named,
 )
 from megatron.training.failure import Failure
-from megatron.training.pulse import Pulse
+from megatron.training.heartbeat import Pulse
 
 PATIENCE = 5.0
 """Seconds for which an error of communication waits for its cause, and printing for all ranks."""
