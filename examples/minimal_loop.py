@@ -6,6 +6,7 @@
 Three things make it parallel. Layers that are cut take a mesh. Every parameter has a record of what
 it is in the whole model: layers attach theirs, `make_parameter` attaches yours. And the loss is a
 sum over this rank's tokens, divided once by those of the global batch, in the optimizer's step.
+(So a term of yours that is no such sum, a regulariser for one, is to be divided by `mesh.dp.size`.)
 
 Shapes: B samples, S positions, H hidden, n heads of this rank, D head size, v rows of the
 vocabulary on this rank.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def missing(lines: list[str]) -> list[str]:
-    """Return the lines whose package is not installed, or by us at another version."""
+    """Return the lines whose package is not installed whole, or by us at another version."""
     wanted = []
     for line in lines:
         requirement = line.split("#")[0].strip()
@@ -24,6 +24,10 @@ def missing(lines: list[str]) -> list[str]:
         try:
             found = metadata.distribution(name)
         except metadata.PackageNotFoundError:
+            wanted.append(requirement)
+            continue
+        # Files first, then the list of them, then this name: without it, an install was cut off.
+        if found.read_text("INSTALLER") is None:
             wanted.append(requirement)
             continue
         ours = Path(sys.prefix) in Path(str(found.locate_file(""))).parents
@@ -44,9 +48,10 @@ def main() -> int:
     if not wanted:
         print(f"{sys.argv[1]}: all there")
         return 0
-    print(f"installing {', '.join(wanted)}", flush=True)
-    quiet = ["--disable-pip-version-check", "--quiet"]
-    return subprocess.run([sys.executable, "-m", "pip", "install", *quiet, *wanted]).returncode
+    print(f"installing {', '.join(wanted)}; torch alone may be hundreds of megabytes", flush=True)
+    # pip's own progress: a bar on a terminal, a line for each package in a log.
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    return subprocess.run([*command, *wanted]).returncode
 
 
 if __name__ == "__main__":

@@ -139,7 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"validation loss over {found['valid_tokens']:,} tokens (nats per token):")
     for name, loss in rows.items():
         print(f"  {name:<10} {loss:.4f}   perplexity {np.exp(loss):10.1f}")
-    return int("this run" in rows and rows["this run"] >= min(rows["unigram"], rows["bigram"]))
+    behind = "this run" in rows and rows["this run"] >= min(rows["unigram"], rows["bigram"])
+    if behind:
+        print("this run does not beat both models: the exit code is 1")
+    return int(behind)
 
 
 if __name__ == "__main__":
