@@ -1,5 +1,6 @@
 """The documents name what there is: every module, links that lead somewhere, the import table."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,3 +88,17 @@ def test_a_link_to_nowhere_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A title\n[a](#a-title) [b](page.md#none) [c](none.md) [d](https://x.y)\n")
     assert list(broken(page)) == ["page.md#none", "none.md"]
+
+
+def test_the_table_of_reported_faults_lists_the_tests_that_carry_each_number() -> None:
+    carried = {
+        (f"{name[1].upper()}-{name[2]}", str(path.relative_to(ROOT / "tests")))
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and (name := re.match(r"test_([a-z]+)_([0-9]{2})_", node.name))
+    }
+    page = (ROOT / "docs" / "bug_cases.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (\w+-\d+) \| \[.+\]\(https://\S+\) \| (.*) \|$", page, re.MULTILINE)
+    listed = [(number, file) for number, files in lines for file in re.findall("`(.+?)`", files)]
+    assert sorted(listed) == sorted(carried), "run python tools/generate_bug_docs.py"
