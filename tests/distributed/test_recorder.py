@@ -52,6 +52,26 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
         "--cp-comm-type a2a",
     ),
+    "tp2 sp, rings beside products": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+    ),
+    "cp4, two levels": (
+        4,
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 2 2",
+    ),
+    "cp2, keys gathered": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
+    # 16 positions of 2 samples, 128 rows of the padded vocabulary on a rank: 4,096 logits, so four
+    # pieces of 8 tokens.
+    "tp2, loss by pieces": (2, "--tensor-model-parallel-size 2 --logits-at-once 1024"),
+}
+# What shows that the layout's own way of communicating was at work: axis, call, shape if it tells.
+AT_WORK: dict[str, list[tuple[str, str, tuple[int, ...] | None]]] = {
+    "tp2 sp, rings beside products": [("tp", "shift", None)],
+    "cp4, two levels": [("cp_inner", "all_to_all", None), ("cp_outer", "shift", None)],
+    "cp2, keys gathered": [("cp", "all_gather", None)],
+    "tp2, loss by pieces": [("tp", "all_reduce max", (8,))],
 }
 
 
@@ -79,8 +99,13 @@ def test_the_calls_of_a_run_find_each_other(pool: Pool, tmp_path: Path, name: st
     made = pool.run(world, calls_of_a_run, str(tmp_path), words)
     assert disagreement(dict(enumerate(made))) is None
     axes = {call.axis for calls in made for call in calls}
-    assert axes >= {"world", *re.findall(r"\b(tp|pp|cp)\d", name)}, axes
-    assert ("dp_cp" in axes) == ("dp2" in name or "cp2" in name)
+    own = {axis for axis, *_ in AT_WORK.get(name, [])} or re.findall(r"\b(tp|pp|cp)\d", name)
+    assert axes >= {"world", *own}, axes
+    assert ("dp_cp" in axes) == bool(re.search(r"\b[dc]p\d", name))
+    made_by_zero = {(call.axis, call.name, call.shape) for call in made[0]}
+    for axis, call, shape in AT_WORK.get(name, []):
+        shapes = {found for *where, found in made_by_zero if where == [axis, call]}
+        assert shapes and (shape is None or shape in shapes), (axis, call, shapes)
 
 
 def planted(rank: int, name: str) -> list[Call]:
