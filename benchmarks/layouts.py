@@ -81,14 +81,13 @@ def serve(size: Size, layout: str) -> None:
     import torch.distributed as dist
 
     import pretrain_gpt
-    from megatron.core import comm, rng
+    from megatron.core import comm
     from megatron.core.mesh import Mesh
-    from megatron.core.optimizer.optimizer import build_optimizer
     from megatron.core.tokenizers.vocabulary import Vocabulary
     from megatron.training import setup, traffic
     from megatron.training.arguments import parse
+    from megatron.training.build import build_chunks, build_optimizer, build_passes
     from megatron.training.health import Health
-    from megatron.training.passes import build_passes
     from megatron.training.step import Plan, TrainStep
     from megatron.training.timers import Timers
 
@@ -102,11 +101,8 @@ def serve(size: Size, layout: str) -> None:
         dist.init_process_group("gloo")
         mesh = setup.connected_mesh(config, device)
     vocabulary = Vocabulary(ids_in_use=size.vocab, rows=size.vocab, padded_rows=size.vocab)
-    mine = [config.stages[at] for at in config.placement.positions(mesh.pp.coordinate)]
-    chunks = pretrain_gpt.build_model(config, mesh, vocabulary, mine)
-    for chunk in chunks:
-        rng.initialize(chunk, 0)
-    optimizer = build_optimizer(config.optimizer, chunks, mesh, config.precision, config.replicas)
+    chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
+    optimizer = build_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=0)
     micro = config.training.micro_batch_size

@@ -19,19 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core import comm, rng, sharding
+from megatron.core import comm, sharding
 from megatron.core.datasets.gpt import SampleOptions, make_sample
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.optimizer.schedule import Progress
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import data as run_data
 from megatron.training import setup
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
+from megatron.training.build import build_chunks, build_optimizer, build_passes
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
 from megatron.training.outcomes import Outcome, Piece, Share, Traffic, join
-from megatron.training.passes import build_passes
 from megatron.training.pretrain import Program
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers
@@ -88,11 +87,8 @@ def train(case: Case, mesh: Mesh) -> Share:
     config, seed = case.config, case.config.training.seed
     tp = config.parallel.tensor_model_parallel_size
     vocabulary = resolve_vocabulary(config.tokenizer, case.vocabulary, tp)
-    stages = [config.stages[at] for at in config.placement.positions(mesh.pp.coordinate)]
-    chunks = case.program.build_model(config, mesh, vocabulary, stages)
-    for chunk in chunks:
-        rng.initialize(chunk, seed)
-    optimizer = build_optimizer(config.optimizer, chunks, mesh, config.precision, config.replicas)
+    chunks = build_chunks(config, mesh, vocabulary, case.program.build_model)
+    optimizer = build_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, case.program.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=seed)
     batches, schedule = _batches(config, mesh, case.samples), config.learning_schedule

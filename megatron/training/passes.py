@@ -12,7 +12,6 @@ holds neither end of the model needs no samples, unless they say what attention 
 knows the shape of an activation from the run.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.partition import cut_microbatch
 from megatron.core.mesh import Mesh
-from megatron.core.models.mtp import look_ahead
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.executor import ChunkCallback, PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import Shape
@@ -32,7 +30,6 @@ from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.layers import postponing
 from megatron.core.utils import divide
 from megatron.training.batches import Batch
-from megatron.training.config import RunConfig
 from megatron.training.objective import Accumulator, Objective, TokenLosses
 from megatron.training.timers import Timers
 
@@ -187,42 +184,6 @@ class Passes:
         if self.holds_last:
             source = map(self.objective.prepare, source)
         return _Feed(source, count, len(self.chunks), self.activation, self.mesh)
-
-
-def build_passes(
-    config: RunConfig,
-    mesh: Mesh,
-    chunks: Sequence[nn.Module],
-    forward_step: ForwardStep,
-    timers: Timers,
-    observe: Callable[[Action], None] | None = None,
-) -> Passes:
-    """Return the passes of a run; ``observe`` is told of each action."""
-    return Passes(
-        chunks,
-        forward_step,
-        build_objective(config, mesh),
-        timers,
-        pipeline=config.pipeline,
-        placement=config.placement,
-        activation=Activation(
-            width=config.model.hidden_size,
-            dtype=getattr(torch, config.precision.params_dtype),
-            shares=config.sequence_shares,
-            samples=config.training.micro_batch_size,
-            sequence=config.data.seq_length,
-        ),
-        observe=observe,
-    )
-
-
-def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
-    """Return the objective of a run, with the losses of multi-token prediction if there are."""
-    per_token, mtp = config.training.calculate_per_token_loss, config.model.mtp
-    if not mtp.depths:
-        return Objective(per_token, mesh)
-    prepare = functools.partial(look_ahead, depths=mtp.depths)
-    return Objective(per_token, mesh, mtp.loss_weights, prepare)
 
 
 class _Feed(Sequence[Shape]):

@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron.core import rng
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
+from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule, build_schedule
-from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
@@ -43,6 +41,7 @@ from megatron.training import (
 from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
+from megatron.training.build import BuildModel, build_chunks, build_optimizer, build_passes
 from megatron.training.checkpoint_facts import RunFacts
 from megatron.training.checkpoint_load import Loaded, load_checkpoint
 from megatron.training.checkpoint_save import save_checkpoint, warn_of_space
@@ -57,7 +56,7 @@ from megatron.training.health import Health, RunFailed
 from megatron.training.heartbeat import Pulse
 from megatron.training.launch import Launch
 from megatron.training.metrics import Facts, Metrics
-from megatron.training.passes import ForwardStep, Passes, build_passes
+from megatron.training.passes import ForwardStep, Passes
 from megatron.training.profiling import Profiler
 from megatron.training.progress_file import ProgressFile
 from megatron.training.replica_check import ReplicaCheck
@@ -75,7 +74,7 @@ from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, las
 class Program:
     """What an entry point brings to a run."""
 
-    build_model: Callable[[RunConfig, Mesh, Vocabulary, Sequence[Stage]], Sequence[nn.Module]]
+    build_model: BuildModel
     """Returns this rank's chunks of the model, one for each of its stages, with named records;
     initial values are drawn later."""
     build_datasets: Callable[[RunConfig, Sizes, Tokenizer, BuildPolicy, Say], RunData]
@@ -104,8 +103,9 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
     say(f"launch: {launch}")
     mesh = setup.create_mesh(config, launch, say)
     pulse = Pulse(60.0 * config.process.distributed_timeout_minutes)
-    watch = watchdog.start(mesh, launch.master_addr, pulse, Path(sys.argv[0]).stem)
+    watch: Watchdog | None = None
     try:
+        watch = watchdog.start(mesh, launch.master_addr, pulse, Path(sys.argv[0]).stem)
         for line in (
             *startup.environment_lines(mesh),
             *startup.settings_lines(config.flatten(), run.origins),
@@ -121,7 +121,9 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
             return job.run()
         with ExitSignal(config.training.exit_signal) as job.signal:
             return job.run()
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
         if watch is not None:
             watch.fail(error)
         if not isinstance(error, RunFailed):
@@ -215,11 +217,7 @@ class Job:
         return self._work(built)
 
     def _build_model(self, vocabulary: Vocabulary) -> Sequence[nn.Module]:
-        stages = self.config.stages
-        mine = [stages[at] for at in self.config.placement.positions(self.mesh.pp.coordinate)]
-        chunks = self.program.build_model(self.config, self.mesh, vocabulary, mine)
-        for chunk in chunks:
-            rng.initialize(chunk, self.config.training.seed)
+        chunks = build_chunks(self.config, self.mesh, vocabulary, self.program.build_model)
         dtype = getattr(torch, self.config.precision.params_dtype)
         lines = startup.kernel_lines(chunks[0], self.mesh.device, dtype)
         for line in (*lines, *startup.parameter_table(chunks)):
@@ -238,10 +236,7 @@ class Job:
             train_iters=config.training.train_iters,
             train_samples=config.training.train_samples,
         )
-        optimizer = build_optimizer(
-            config.optimizer, chunks, self.mesh, config.precision, config.replicas
-        )
-        return optimizer, schedule
+        return build_optimizer(config, chunks, self.mesh), schedule
 
     def _is_complete(self, state: TrainState) -> bool:
         total = self.config.total_iterations

@@ -14,10 +14,10 @@ from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
 from megatron.training import accounting, traffic
 from megatron.training.arguments import parse
 from megatron.training.batches import Batch
+from megatron.training.build import build_passes
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
 from megatron.training.objective import Totals
-from megatron.training.passes import build_passes
 from megatron.training.setup import connected_mesh
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers

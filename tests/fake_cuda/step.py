@@ -2,7 +2,9 @@
 
     python -m tests.fake_cuda.step GUARD.so < CASES
 
-Each line of CASES is a JSON object: rank, world_size, flags. For each a JSON object comes out.
+Each line of CASES is a JSON object: rank, world_size, flags, and "reads" where the forward step
+shall read a value of the device. For each a JSON object comes out; one whose step waited for the
+device holds nothing but "waited", the operator that did.
 
 Fake tensors have shapes, dtypes and devices but no memory, and the process group is one that only
 pretends. So this finds what would fail on a GPU before any number is computed: tensors of two
@@ -31,7 +33,20 @@ def load(guard: str) -> None:
     ctypes.CDLL(guard)
 
 
-def step(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
+def run(rank: int, world_size: int, flags: list[str], reads: bool = False) -> dict[str, Any]:
+    """Return what one step held and communicated, or the operator that waited for the device."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    try:
+        return step(rank, world_size, flags, reads)
+    except DataDependentOutputException as error:
+        return {"waited": str(error.func)}
+    finally:
+        dist.destroy_process_group()
+
+
+def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str, Any]:
     """Run one step and return what it held and communicated."""
     import torch
     import torch.distributed as dist
@@ -40,11 +55,10 @@ def step(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
 
     import pretrain_gpt
     from megatron.core import comm
-    from megatron.core.optimizer.optimizer import build_optimizer
     from megatron.core.tokenizers.vocabulary import Vocabulary
     from megatron.training import setup
     from megatron.training.arguments import parse
-    from megatron.training.passes import build_passes
+    from megatron.training.build import build_chunks, build_optimizer, build_passes
     from megatron.training.timers import Timers
 
     config = parse(flags, "pretrain_gpt", world_size=world_size).config
@@ -52,13 +66,16 @@ def step(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     mesh = setup.connected_mesh(config, device)
     vocabulary = Vocabulary(ids_in_use=ROWS, rows=ROWS, padded_rows=ROWS)
-    mine = [config.stages[at] for at in config.placement.positions(mesh.pp.coordinate)]
+
+    def forward_step(model: Any, batch: Any, x_SBH: Any, dropout: Any) -> Any:
+        if reads:
+            batch["loss_mask"].sum().item()
+        return pretrain_gpt.forward_step(model, batch, x_SBH, dropout)
+
     with FakeTensorMode():
-        chunks = pretrain_gpt.build_model(config, mesh, vocabulary, mine)
-        optimizer = build_optimizer(
-            config.optimizer, chunks, mesh, config.precision, config.replicas
-        )
-        passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
+        chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model, draws=False)
+        optimizer = build_optimizer(config, chunks, mesh)
+        passes = build_passes(config, mesh, chunks, forward_step, Timers(0))
         samples, sequence = config.training.micro_batch_size, config.data.seq_length
         tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device)
         mask = torch.ones(samples, sequence, device=device)
@@ -81,7 +98,6 @@ def step(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
         tensors = [t for chunk in chunks for p in chunk.parameters() for t in (p, p.grad)]
         devices = sorted({str(tensor.device) for tensor in tensors})
         memory = optimizer.memory()
-    dist.destroy_process_group()
     counted = {
         f"{axis} {op}": [traffic.calls[axis, op], size]
         for (axis, op), size in traffic.bytes.items()
@@ -92,4 +108,4 @@ def step(rank: int, world_size: int, flags: list[str]) -> dict[str, Any]:
 if __name__ == "__main__":
     load(sys.argv[1])
     for line in sys.stdin:
-        print(json.dumps(step(**json.loads(line))), flush=True)
+        print(json.dumps(run(**json.loads(line))), flush=True)

@@ -1,0 +1,93 @@
+"""What is trained, made from a run's config: chunks of the model, their optimizer, their passes.
+
+A run, a comparison of layouts and a benchmark make the same parts here.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from megatron.core import rng
+from megatron.core.mesh import Mesh
+from megatron.core.models.mtp import look_ahead
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.optimizer import build_optimizer as from_parts
+from megatron.core.pipeline_parallel.schedules import Action
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tokenizers.vocabulary import Vocabulary
+from megatron.training.config import RunConfig
+from megatron.training.objective import Objective
+from megatron.training.passes import Activation, ForwardStep, Passes
+from megatron.training.timers import Timers
+
+BuildModel = Callable[[RunConfig, Mesh, Vocabulary, Sequence[Stage]], Sequence[nn.Module]]
+"""Returns this rank's chunks of a model, one for each of its stages, with named records."""
+
+
+def build_chunks(
+    config: RunConfig,
+    mesh: Mesh,
+    vocabulary: Vocabulary,
+    build_model: BuildModel,
+    *,
+    draws: bool = True,
+) -> Sequence[nn.Module]:
+    """Return this rank's chunks of a run's model.
+
+    Args:
+        config: the run.
+        mesh: axes and device.
+        vocabulary: its sizes on this layout.
+        build_model: the program's.
+        draws: draw the initial values; without, weights hold anything.
+    """
+    stages, placement = config.stages, config.placement
+    mine = [stages[at] for at in placement.positions(mesh.pp.coordinate)]
+    chunks = build_model(config, mesh, vocabulary, mine)
+    if draws:
+        for chunk in chunks:
+            rng.initialize(chunk, config.training.seed)
+    return chunks
+
+
+def build_optimizer(config: RunConfig, chunks: Sequence[nn.Module], mesh: Mesh) -> Optimizer:
+    """Return the optimizer of a run's chunks, whose parameters move into flat buffers."""
+    return from_parts(config.optimizer, chunks, mesh, config.precision, config.replicas)
+
+
+def build_passes(
+    config: RunConfig,
+    mesh: Mesh,
+    chunks: Sequence[nn.Module],
+    forward_step: ForwardStep,
+    timers: Timers,
+    observe: Callable[[Action], None] | None = None,
+) -> Passes:
+    """Return the passes of a run; ``observe`` is told of each action."""
+    return Passes(
+        chunks,
+        forward_step,
+        build_objective(config, mesh),
+        timers,
+        pipeline=config.pipeline,
+        placement=config.placement,
+        activation=Activation(
+            width=config.model.hidden_size,
+            dtype=getattr(torch, config.precision.params_dtype),
+            shares=config.sequence_shares,
+            samples=config.training.micro_batch_size,
+            sequence=config.data.seq_length,
+        ),
+        observe=observe,
+    )
+
+
+def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
+    """Return the objective of a run, with the losses of multi-token prediction if there are."""
+    per_token, mtp = config.training.calculate_per_token_loss, config.model.mtp
+    if not mtp.depths:
+        return Objective(per_token, mesh)
+    prepare = functools.partial(look_ahead, depths=mtp.depths)
+    return Objective(per_token, mesh, mtp.loss_weights, prepare)
