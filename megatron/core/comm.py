@@ -27,6 +27,11 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 # threads of its own, which must be counted too.
 _counting: list["Traffic"] = []
 _recording: list[list["Call"]] = []
+_waiting: list[str] = []
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed, and says so; the cause is there."""
 
 
 class Traffic:
@@ -51,6 +56,26 @@ def counting() -> Iterator[Traffic]:
         yield traffic
     finally:
         _counting.remove(traffic)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Mark that the main thread waits for other ranks while the block runs, and for what.
+
+    On NCCL a call here returns at once, and the host waits where it reads the result. Whoever finds
+    out which rank keeps the others waiting needs to know.
+    """
+    _waiting.append(what)
+    try:
+        yield
+    finally:
+        _waiting.pop()
+
+
+def awaited() -> str | None:
+    """Return what `waiting` marks at the moment; may be asked from any thread."""
+    marks = _waiting[-1:]
+    return marks[0] if marks else None
 
 
 class Call(NamedTuple):
@@ -251,6 +276,18 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     for traffic in _counting:
         traffic.add(axis, "gather_objects", sum(len(pickle.dumps(each)) for each in values))
     return values
+
+
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """Return the first coordinate's picklable ``value``; what others give is not looked at."""
+    if axis.size == 1:
+        return value
+    _record(Call(axis.name, axis.ranks, "broadcast_object", (), "object"))
+    values = [value if axis.coordinate == 0 else None]
+    dist.broadcast_object_list(values, axis.ranks[0], axis.group)
+    for traffic in _counting:
+        traffic.add(axis, "broadcast_object", len(pickle.dumps(values[0])))
+    return values[0]
 
 
 def barrier(axis: Axis) -> None:

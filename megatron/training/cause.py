@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megatron.training.failure import Failure
 
 Message = dict[str, Any]
-Kind = Literal["failed", "died", "stalled"]
+Kind = Literal["failed", "died", "stalled", "absent"]
 DIED = "died without a word: it was killed, or its machine went down"
 
 

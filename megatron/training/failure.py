@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -18,11 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from megatron.core import comm
 from megatron.core.utils import UserError
 from megatron.training.health import RunFailed
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERRUPTED = 128 + signal.SIGINT
+FLUSHING = 1.0
+"""Seconds that a process which leaves takes to write out what was printed."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,18 @@ def describe(error: BaseException) -> Failure:
     """Return what there is to say of an error that is being handled."""
     stack = "".join(traceback.format_exception(error))
     if isinstance(error, UserError):
-        return Failure(str(error), stack, 2, True)
+        return Failure(str(error), "", 2, True)  # torchrun prints the stack that it is given
     if isinstance(error, RunFailed):
         return Failure(str(error), stack, 1, True)
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", stack, INTERRUPTED, True)
+    if isinstance(error, SystemExit):  # of a program's own code; a text is an error, as to Python
+        code = error.code if isinstance(error.code, int) else 1
+        return Failure(f"SystemExit: {error.code}", stack, code, False)
     message = f"{type(error).__name__}: {error}"
-    lost = isinstance(error, RuntimeError) and _in_communication(error.__traceback__)
+    lost = isinstance(error, comm.PeerError) or (
+        isinstance(error, RuntimeError) and _in_communication(error.__traceback__)
+    )
     late = lost and re.search(r"time[d ]*-?out", str(error), re.IGNORECASE) is not None
     return Failure(message, stack, 1, False, lost, late)
 
@@ -110,7 +119,19 @@ def end_children() -> None:
 
 def leave(code: int) -> NoReturn:
     """End the process from any thread, without waiting for collectives that will never end."""
-    end_children()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    try:
+        end_children()
+        # In a thread, since the main thread may hold the lock of a stream that nobody reads.
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSHING)
+    finally:  # whatever happens: somebody waits for the end of this process
+        os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, or it is closed
+            pass

@@ -9,6 +9,7 @@ then). What is a cause:
     died       its connection closed without a farewell, as the system does for a killed process
     stalled    a timed step took too long somewhere. Then most ranks wait: to blame is the one that
                does not wait for others, or has not moved for longest
+    absent     it never connected, although all ranks are expected from the start
 
 An error of communication is only held for a moment, since what it is due to may be under way.
 
@@ -44,9 +45,13 @@ from megatron.training.heartbeat import Pulse
 
 PATIENCE = 5.0
 """Seconds for which an error of communication waits for its cause, and printing for all ranks."""
+CONNECTING = 60.0
+"""Seconds in which a rank must reach this place."""
 FAREWELL = 2.0
 """Seconds that ended ranks have to close their connections."""
 _TICK = 0.2
+_FIRST_WORDS = 4096
+"""Bytes that are read of a stranger's message."""
 
 
 class Link:
@@ -62,6 +67,8 @@ class Link:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._lock = threading.Lock()
         self._rest = b""
+        self.longest: float = float("inf")
+        """Bytes of an unfinished message that are put up with."""
 
     def send(self, what: str, **content: Any) -> None:
         """Send a message; to an end that is gone, nothing: receiving notices that."""
@@ -81,9 +88,11 @@ class Link:
         if not data:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self.longest:
+            return None
         try:
             return [json.loads(line) for line in lines]
-        except ValueError:  # a stranger: ports are scanned
+        except (ValueError, RecursionError):  # a stranger: ports are scanned
             return None
 
 
@@ -115,6 +124,9 @@ class Hub(threading.Thread):
         self.finished = threading.Event()
         """Nothing is left to do here: rank 0 may go."""
         self._places: Sequence[str] = ()
+        self._absent: set[int] = set()
+        """Ranks that have not connected yet."""
+        self._absent_until = float("inf")
         self._members: dict[int, _Member] = {}
         self._ranks: dict[Link, int] = {}
         self._strangers: set[Link] = set()
@@ -127,7 +139,9 @@ class Hub(threading.Thread):
 
     def open(self, places: Sequence[str]) -> None:
         """Begin to listen, given the coordinates of every rank."""
-        self._places = places
+        self._places, self._absent = places, set(range(len(places)))
+        # One that gives up to connect can say so itself before.
+        self._absent_until = time.monotonic() + CONNECTING + 2 * PATIENCE
         self.start()
 
     def close(self) -> None:
@@ -152,6 +166,7 @@ class Hub(threading.Thread):
                         self._serve(key, selector)
                     now = time.monotonic()
                     if now - last > self.interval:  # this process was stopped, the others as well
+                        self._absent_until += now - last
                         for member in self._members.values():
                             member.beat.heard += now - last
                     self._tick(now)
@@ -162,9 +177,7 @@ class Hub(threading.Thread):
     def _serve(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
         """Take what a connection has brought."""
         if key.data is None:
-            link = Link(self._listener.accept()[0])
-            self._strangers.add(link)
-            selector.register(link.socket, selectors.EVENT_READ, link)
+            self._accept(selector)
             return
         messages = key.data.receive()
         for message in messages or ():
@@ -173,12 +186,29 @@ class Hub(threading.Thread):
             selector.unregister(key.fileobj)
             self._closed(key.data)
 
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection = self._listener.accept()[0]
+        except OSError:  # it is gone already, or this process has too many files open
+            time.sleep(_TICK)
+            return
+        try:
+            link = Link(connection)
+        except OSError:  # gone in this moment
+            connection.close()
+            return
+        link.longest = _FIRST_WORDS
+        self._strangers.add(link)
+        selector.register(link.socket, selectors.EVENT_READ, link)
+
     def _take(self, link: Link, message: Message) -> None:
         if link in self._strangers:
             if isinstance(message, dict) and message.get("token") == self.token:
                 self._strangers.discard(link)
                 rank = self._ranks[link] = message["rank"]
                 self._members[rank] = _Member(link)
+                self._absent.discard(rank)
+                link.longest = float("inf")
             return
         rank = self._ranks[link]
         member, kind = self._members[rank], message.pop("type")
@@ -201,7 +231,24 @@ class Hub(threading.Thread):
         rank = self._ranks.pop(link)
         member = self._members.pop(rank)
         if not member.has_left and self._cause is None and not self._over:
-            self._decide("died", rank, f"{DIED}; {last_sign(member.beat)}")
+            self._died(rank, member.beat)
+
+    def _died(self, rank: int, beat: Beat) -> None:
+        """Find out why: NCCL ends a process (SIGABRT) when its collective takes too long."""
+        waited = beat.age + beat.silence
+        if not beat.is_waiting or waited < self._pulse.limit:
+            self._decide("died", rank, f"{DIED}; {last_sign(beat)}")
+            return
+        limit = f"the time limit of a collective, for which it had waited {waited:.0f} s"
+        others = {other: member.beat for other, member in self._members.items()}
+        slow = culprit(others, self.interval) if others else rank
+        if slow == rank or others[slow].is_waiting:
+            self._decide("died", rank, f"died, most likely by {limit}; {last_sign(beat)}")
+            return
+        age = others[slow].age + others[slow].silence
+        what = f"stalled: nothing new for {age:.0f} s; {last_sign(others[slow])}"
+        died = f"{named(self._places, rank)} died, most likely by {limit}"
+        self._decide("stalled", slow, f"{what}; {died}")
 
     def _failed(self, rank: int, doing: str, failure: Failure) -> None:
         if self._cause is not None:
@@ -249,6 +296,10 @@ class Hub(threading.Thread):
         beats = {rank: member.beat for rank, member in self._members.items()}
         limit = self._pulse.limit
         overdue = any(beat.is_overdue or beat.silence > limit for beat in beats.values())
+        held = now >= self._held_until
+        if self._absent and (overdue or held or now >= self._absent_until):
+            self._decide("absent", min(self._absent), self._never_came())
+            return
         if overdue or any(failure.is_late for _, failure in self._held.values()):
             rank = culprit(beats, self.interval)
             if overdue or not beats[rank].is_waiting:
@@ -256,9 +307,17 @@ class Hub(threading.Thread):
                 what = f"stalled: nothing new for {age:.0f} s"
                 self._decide("stalled", rank, f"{what}; {last_sign(beats[rank])}")
                 return
-        if now >= self._held_until:
+        if held:
             rank, (doing, failure) = next(iter(self._held.items()))
             self._decide("failed", rank, f"failed in {doing}", failure)
+
+    def _never_came(self) -> str:
+        """Return what is known of the first rank that is absent: what others say."""
+        missing = f" (of {len(self._absent)} such ranks)" if len(self._absent) > 1 else ""
+        text = f"never came{missing}: it died, or cannot reach rank 0's port {self.port}"
+        for rank, (doing, failure) in self._held.items():
+            return f"{text}; {named(self._places, rank)} failed in {doing}: {failure.message}"
+        return text
 
     def _decide(self, kind: Kind, rank: int, what: str, failure: Failure | None = None) -> None:
         member = self._members.get(rank)

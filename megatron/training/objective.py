@@ -186,7 +186,8 @@ class Accumulator:
         bad = (~torch.isfinite(self._sums).all()).double().reshape(1)
         mine = torch.tensor(seen, dtype=torch.float64, device=self._sums.device)
         vector = torch.cat([self._sums, bad, bad * self._mesh.rank, mine])
-        comm.all_reduce(vector, self._mesh.world)
-        numbers, further = vector.tolist(), len(self._names)
+        with comm.waiting("the sums over the world"):
+            comm.all_reduce(vector, self._mesh.world)
+            numbers, further = vector.tolist(), len(self._names)
         auxiliary = dict(zip(self._names, numbers[3 : 3 + further], strict=True))
         return Totals(*numbers[:3], *numbers[3 + further :])._replace(auxiliary=auxiliary)

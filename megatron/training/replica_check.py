@@ -91,7 +91,9 @@ class ReplicaCheck:
                 differs[index] |= largest != smallest
         count = differs.sum()
         comm.all_reduce(count, self._mesh.world, "max")
-        if count.item() == 0:
+        with comm.waiting("the comparison of copies"):
+            equal = count.item() == 0
+        if equal:
             return []
         values = mine.tolist()
         suspects = {self._copies[i].key: values[i] for i in differs.nonzero().flatten().tolist()}

@@ -85,6 +85,11 @@ def timers_block(by_rank: dict[str, list[float]], style: str, iterations: int) -
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
     """Return what waits until ``device`` has done all that was asked of it."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+    if device.type != "cuda":
+        return lambda: None
+
+    def synchronize() -> None:
+        with comm.waiting("the device, with what others send it"):
+            torch.cuda.synchronize(device)
+
+    return synchronize

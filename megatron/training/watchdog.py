@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megatron.core import comm
 from megatron.core.mesh import Mesh
+from megatron.core.utils import UserError
 from megatron.training.cause import DIED, Cause, Message, named
 from megatron.training.failure import (
     Failure,
@@ -31,13 +32,11 @@ from megatron.training.failure import (
     leave,
     write_error_file,
 )
-from megatron.training.failure_server import FAREWELL, PATIENCE, Hub, Link
+from megatron.training.failure_server import CONNECTING, FAREWELL, PATIENCE, Hub, Link
 from megatron.training.heartbeat import Pulse
 
 INTERVAL = 1.0
 """Seconds between two beats."""
-CONNECTING = 60.0
-"""Seconds to reach rank 0."""
 BEATS_PER_SECOND = 200
 """Beats that the hub shall have to read: with more ranks each is heard less often."""
 ALIKE = 0.5
@@ -52,6 +51,9 @@ def start(mesh: Mesh, host: str, pulse: Pulse, program: str) -> "Watchdog | None
         host: of rank 0.
         pulse: what this process is at.
         program: its name, for messages.
+
+    Raises:
+        UserError: some rank cannot reach rank 0; every rank raises, or ends here.
     """
     if mesh.world.size == 1:
         return None
@@ -64,14 +66,40 @@ def start(mesh: Mesh, host: str, pulse: Pulse, program: str) -> "Watchdog | None
     if hub is not None:
         hub.open(places)
         host = "localhost"
+    watchdog, problem = None, ""
     try:
         link = Link(socket.create_connection((host, port), timeout=CONNECTING))
     except OSError as error:
-        raise OSError(f"rank {mesh.rank} cannot reach rank 0 at {host}:{port}: {error}") from error
-    link.send("hello", rank=mesh.rank, token=token)
-    watchdog = Watchdog(link, mesh.rank, places, pulse, program=program, interval=interval, hub=hub)
-    watchdog.start()
+        problem = f"{named(places, mesh.rank)} cannot reach rank 0 at {host}:{port}: {error}"
+    else:
+        link.send("hello", rank=mesh.rank, token=token)
+        watchdog = Watchdog(
+            link, mesh.rank, places, pulse, program=program, interval=interval, hub=hub
+        )
+        watchdog.start()
+    try:
+        # All hear of it here; of one that dies before, the hub tells those that are connected.
+        _check_connected(comm.gather_objects(problem, mesh.world))
+    except BaseException as error:
+        if watchdog is not None:
+            watchdog.fail(error)
+        raise
     return watchdog
+
+
+def _check_connected(problems: Sequence[str]) -> None:
+    """Refuse a run of which some rank cannot tell the others how it fares.
+
+    Raises:
+        UserError: with the first of the problems; an empty one is none.
+    """
+    found = [problem for problem in problems if problem]
+    if found:
+        more = f" (and {len(found) - 1} other ranks)" if found[1:] else ""
+        raise UserError(
+            f"{found[0]}{more}; the machines of a run must let each other in on every port above "
+            "1023, and MASTER_ADDR must name rank 0's by an address that all of them can reach"
+        )
 
 
 class Watchdog(threading.Thread):
@@ -287,7 +315,9 @@ class Watchdog(threading.Thread):
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a stack stands in a collective."""
+    """Return whether the main thread, whose stack this is, waits for other ranks."""
+    if comm.awaited() is not None:
+        return True
     while frame is not None:
         if is_communication(frame.f_code.co_filename):
             return True

@@ -1,17 +1,21 @@
 """What rank 0 makes of what the ranks say, and of those that say nothing any more."""
 
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from megatron.core import comm
 from megatron.core.utils import UserError
 from megatron.training.cause import Beat, culprit
-from megatron.training.failure import RunFailed, describe
+from megatron.training.failure import RunFailed, describe, leave
 from megatron.training.failure_server import Hub, Link
 from megatron.training.heartbeat import Pulse
+from megatron.training.watchdog import _check_connected, is_waiting
 
 INTERVAL = 0.2
 PLACES = ["[dp0]", "[dp1]", "[dp2]"]
@@ -208,3 +212,136 @@ def test_a_pulse_tells_its_last_step() -> None:
     assert pulse.step is not first and pulse.is_timed
     pulse.untimed("saving")
     assert not pulse.is_timed and str(pulse) == "saving"
+
+
+def test_a_rank_that_never_came_is_the_cause(hub: Hub) -> None:
+    ranks = joined(hub, 2)
+    hub._absent_until = 0.0
+    cause = ranks[0].get("cause")
+    assert (cause["kind"], cause["rank"], cause["printer"]) == ("absent", 2, 0)
+    assert cause["title"].startswith("[dp2] rank 2 never came: it died, or cannot reach rank 0's")
+
+
+def test_an_error_of_communication_is_due_to_the_rank_that_never_came(hub: Hub) -> None:
+    ranks = joined(hub, 2)
+    ranks[1].fail(RuntimeError("connection closed by peer"), is_lost=True)
+    cause = ranks[0].get("cause")
+    assert (cause["kind"], cause["rank"]) == ("absent", 2)
+    assert cause["title"].endswith(
+        "[dp1] rank 1 failed in iteration 7: RuntimeError: connection closed by peer"
+    )
+
+
+@pytest.mark.parametrize(("waits", "kind", "to_blame"), [(False, "stalled", 0), (True, "died", 1)])
+def test_a_death_after_a_long_wait_is_the_time_limit_of_a_collective(
+    hub: Hub, waits: bool, kind: str, to_blame: int
+) -> None:
+    """NCCL ends a process so; who does not wait for others is to blame, not who was ended."""
+    ranks = joined(hub)
+    for rank in ranks:  # longer than the limit of 3 s, in a phase that is not timed
+        rank.beat("saving iteration 7", age=5.0, is_waiting=waits or rank is not ranks[0])
+    time.sleep(0.3)
+    ranks[1].vanish()
+    cause = ranks[2].get("cause")
+    assert (cause["kind"], cause["rank"]) == (kind, to_blame)
+    assert (
+        "died, most likely by the time limit of a collective, for which it had waited 5 s"
+        in (cause["title"])
+    )
+    assert "died without a word" not in cause["title"]
+
+
+def test_the_problems_of_connecting_are_one_message() -> None:
+    _check_connected(["", ""])
+    with pytest.raises(UserError, match=r"^\[dp1\] rank 1 cannot .* \(and 1 other ranks\); the"):
+        _check_connected(["", "[dp1] rank 1 cannot reach rank 0", "[dp2] rank 2 cannot"])
+
+
+class _Refusing:
+    """A listener with a connection that is gone, or without file descriptors."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.left = listener, 2
+
+    def accept(self) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            raise OSError(24, "Too many open files")
+        return self._listener.accept()
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_failed_accept_changes_nothing(hub: Hub) -> None:
+    refusing: Any = _Refusing(hub._listener)
+    hub._listener = refusing
+    ranks = joined(hub)
+    assert refusing.left < 0
+    ranks[1].fail(ValueError("planted"))
+    assert ranks[2].get("cause")["rank"] == 1
+
+
+@pytest.mark.parametrize("text", [b"[" * 4000 + b"]" * 4000 + b"\n", b"x" * 5000])
+def test_a_stranger_that_talks_too_much_is_sent_away(hub: Hub, text: bytes) -> None:
+    with socket.create_connection(("localhost", hub.port)) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(text)
+        try:
+            assert stranger.recv(1) == b""
+        except ConnectionResetError:
+            pass
+    ranks = joined(hub)
+    assert all(rank.get("beat") for rank in ranks)
+
+
+class _Ended(BaseException):
+    pass
+
+
+class _Stream:
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self.flush = flush
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "flush",
+    [
+        lambda: _raise(BrokenPipeError()),
+        lambda: _raise(ValueError("I/O operation on closed file")),
+        lambda: threading.Event().wait(30),
+    ],
+    ids=["closed pipe", "closed file", "locked"],
+)
+def test_a_process_leaves_whatever_becomes_of_its_output(
+    flush: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", _Stream(flush))
+    monkeypatch.setattr("os._exit", lambda code: _raise(_Ended(code)))
+    start = time.monotonic()
+    with pytest.raises(_Ended) as ended:
+        leave(7)
+    assert ended.value.args == (7,)
+    assert time.monotonic() - start < 10
+
+
+def test_a_mark_says_that_a_process_waits() -> None:
+    """On NCCL it waits where it reads a result, in a frame that no collective stands in."""
+    frame = sys._getframe()
+    assert not is_waiting(frame)
+    with comm.waiting("the gradient's norm"):
+        assert is_waiting(frame) and comm.awaited() == "the gradient's norm"
+    assert not is_waiting(frame) and comm.awaited() is None
+
+
+def test_an_exit_of_the_programs_own_is_a_failure() -> None:
+    assert describe(SystemExit(3)).code == 3
+    found = describe(SystemExit("no disk"))
+    assert (found.code, found.message, found.is_plain) == (1, "SystemExit: no disk", False)

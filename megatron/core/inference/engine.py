@@ -120,7 +120,8 @@ class _Chooser:
                 chosen[row, 0], chosen[row, 1] = token, logits_V.log_softmax(0)[token]
         shared = chosen.to(self._mesh.device)
         comm.all_reduce(shared, self._mesh.world)
-        rows = shared.tolist()
+        with comm.waiting("the tokens that the last stage chose"):
+            rows = shared.tolist()
         return {
             sample: (int(token), logarithm)
             for sample, (token, logarithm) in zip(running, rows, strict=True)

@@ -69,7 +69,8 @@ class Update:
     @property
     def updated(self) -> bool:
         """Return whether the weights were updated; waits for the device."""
-        return not self.found_nonfinite.item()
+        with comm.waiting("the norm of the gradient"):
+            return not self.found_nonfinite.item()
 
 
 @dataclass(frozen=True)

@@ -87,4 +87,5 @@ def share_shapes(
         sizes.copy_(torch.tensor([list(shape) for shape in shapes]))
     # Only the first rank's are not zero.
     comm.all_reduce(sizes, axis)
-    return [tuple(shape) for shape in sizes.tolist()]
+    with comm.waiting("the shape of what comes"):
+        return [tuple(shape) for shape in sizes.tolist()]
