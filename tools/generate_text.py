@@ -10,12 +10,15 @@ Several processes share one copy of the model, in a layout of their own; the fir
 prints.
 """
 
+import functools
 import json
 import os
+import select
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,8 +34,10 @@ if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does 
     from megatron.training.generation import Generator, Processes
 
 PROGRAM = "generate_text"
-TIMEOUT, PATIENCE = 10, 60 * 24 * 365
-"""Minutes that processes wait for each other, and in a conversation: people take their time."""
+TIMEOUT = timedelta(minutes=10)
+"""How long processes wait for each other."""
+ROUND = 10.0
+"""Seconds of a conversation's silence after which the others hear that the first one is there."""
 
 
 class GenerateConfig(Config):
@@ -169,15 +174,42 @@ def answer(
         }
 
 
+class Lines:
+    """Lines of a file that is being written, each as soon as it is there."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._rest = file, b""
+
+    def next(self, seconds: float) -> str | None:
+        """Return the next line, an empty one at the end; None if none comes for ``seconds``."""
+        descriptor = self._file.fileno()  # below Python's buffer, in which `select` sees nothing
+        while b"\n" not in self._rest:
+            if not select.select([descriptor], [], [], seconds)[0]:
+                return None
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                break
+            self._rest += data
+        line, end, self._rest = self._rest.partition(b"\n")
+        return (line + end).decode(self._file.encoding, self._file.errors or "strict")
+
+
 def converse(generator: "Generator", config: GenerateConfig, processes: "Processes") -> None:
-    """Continue one prompt per line until the first process's input ends."""
+    """Continue one prompt per line until the first process's input ends.
+
+    People take their time, and processes wait for each other only so long: while no line comes, the
+    others are told that, time and again, so that one that is gone is missed.
+    """
     from megatron.training.rank_zero import from_first
 
     first = processes.world.coordinate == 0
+    read: Callable[[], str | None] = sys.stdin.readline
+    if processes.world.size > 1:
+        read = functools.partial(Lines(sys.stdin).next, ROUND)
     if first and sys.stdin.isatty():
         print("one prompt per line; end with Ctrl-D", file=sys.stderr)
-    while line := from_first(processes.world, sys.stdin.readline):
-        if prompt := line.rstrip("\n"):
+    while (line := from_first(processes.world, read)) != "":
+        if line is not None and (prompt := line.rstrip("\n")):
             try:
                 list(answer(generator, config, [prompt], first))
             except UserError as error:  # the same on all: they have the same prompt
@@ -201,9 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = (lambda line: print(line, file=sys.stderr)) if first else silent
     if config.parallel.sequence_parallel:
         say("--sequence-parallel has no effect: one token at a time is read")
-    talks = config.prompt is None and config.prompt_file is None
-    minutes = PATIENCE if talks else TIMEOUT
-    with connected(launch, config.parallel, config.device, minutes, say) as processes:
+    with connected(launch, config.parallel, config.device, TIMEOUT, say) as processes:
         prompts = from_first(processes.world, lambda: prepared(config))
         files = ("tokenizer_model", "vocab_file", "merge_file")
         generator = open_checkpoint(

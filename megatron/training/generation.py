@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def check_layout(layout: ParallelConfig, world_size: int) -> None:
 
 @contextmanager
 def connected(
-    launch: Launch, layout: ParallelConfig, device: str, timeout_minutes: int, say: Say
+    launch: Launch, layout: ParallelConfig, device: str, limit: timedelta, say: Say
 ) -> Iterator[Processes]:
     """Join the other processes, and leave them at the end.
 
@@ -186,7 +187,7 @@ def connected(
         launch: this process's place.
         layout: what the processes share, see `check_layout`.
         device: ``auto``, ``cpu`` or ``cuda``.
-        timeout_minutes: how long to wait for one that does not come or does not answer.
+        limit: how long to wait for one that does not come or does not answer.
         say: told what was chosen.
 
     Raises:
@@ -198,7 +199,7 @@ def connected(
     group = None
     if launch.world_size > 1:
         backend = setup.choose_backend("auto", here)
-        setup.connect(launch, backend, timeout_minutes, os.environ)
+        setup.connect(launch, backend, limit, os.environ)
         group = dist.group.WORLD
     world = Axis("world", tuple(range(launch.world_size)), launch.rank, group)
     try:

@@ -22,6 +22,12 @@ from megatron.training.launch import Launch, local_device
 from megatron.training.process_config import ProcessConfig
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+MARGIN = timedelta(seconds=30)
+"""By which a collective waits longer than the run's limit.
+
+When the limit is over, the watchdog names the rank that the others wait for; NCCL ends its process
+without a word of that, and must not be first by chance. A few heartbeats are enough.
+"""
 
 
 def create_mesh(
@@ -48,7 +54,8 @@ def create_mesh(
         return Mesh.serial(device)
     if backend == "nccl":
         record_collectives(config.process.flight_recorder, environ, say)
-    connect(launch, backend, config.process.distributed_timeout_minutes, environ)
+    limit = timedelta(minutes=config.process.distributed_timeout_minutes)
+    connect(launch, backend, limit + MARGIN, environ)
     return connected_mesh(config, device)
 
 
@@ -69,7 +76,7 @@ def connected_mesh(config: RunConfig, device: torch.device) -> Mesh:
 def group_options(process: ProcessConfig, backend: str) -> GroupOptions:
     """Return what the process groups of a run are made with: NCCL's settings for NCCL alone."""
     return GroupOptions(
-        timeout=timedelta(minutes=process.distributed_timeout_minutes),
+        timeout=timedelta(minutes=process.distributed_timeout_minutes) + MARGIN,
         nccl=group_settings(process) if backend == "nccl" else {},
     )
 
@@ -128,7 +135,7 @@ def seed_generators(seed: int) -> None:
 
 
 def connect(
-    launch: Launch, backend: str, timeout_minutes: int, environ: MutableMapping[str, str]
+    launch: Launch, backend: str, limit: timedelta, environ: MutableMapping[str, str]
 ) -> None:
     """Join the world; fails after the time limit when some process does not come."""
     # torchrun keeps a store at the meeting point already, which only env:// knows how to use.
@@ -141,7 +148,7 @@ def connect(
         init_method="env://" if from_environment else address,
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=limit,
     )
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say
-from megatron.training import log_line, memory
+from megatron.training import log_line, memory, setup
 from megatron.training.batch_size import BatchSizes
 from megatron.training.batches import Batches, NoBatches
 from megatron.training.config import RunConfig
@@ -165,7 +165,7 @@ class Trainer:
             self._on_first(seconds)
             limit = self.config.process.distributed_timeout_seconds_after_init
             if limit is not None:
-                self.mesh.limit_waiting(timedelta(seconds=limit))
+                self.mesh.limit_waiting(timedelta(seconds=limit) + setup.MARGIN)
                 self.parts.pulse.limit = limit
 
     def _record(self, plan: Plan, result: StepResult, seconds: float) -> None:
