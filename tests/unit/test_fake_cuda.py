@@ -66,6 +66,14 @@ CASES = {
     "ring": (1, 2, f"{SMALL} {LLAMA} --num-query-groups 4 {CP2} --attention-dropout 0"),
     "gathered": (1, 2, f"{SMALL} {CP2} --cp-comm-type all_gather --attention-dropout 0"),
     "ulysses": (1, 2, f"{SMALL} {CP2} --cp-comm-type a2a --attention-dropout 0"),
+    "two levels": (
+        3,
+        4,
+        f"{SMALL} --context-parallel-size 4 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 2 2 --attention-dropout 0",
+    ),
+    # 128 positions and 2,048 rows of the vocabulary: 262,144 logits, in three pieces.
+    "loss by pieces": (1, 2, f"{SMALL} {TP2} --logits-at-once 100000"),
     "6144": (
         4711,
         6144,
@@ -96,10 +104,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ],
         check=True,
     )
-    lines = [
-        json.dumps({"rank": rank, "world_size": world, "flags": words(name)})
+    cases = [
+        {"rank": rank, "world_size": world, "flags": words(name)}
         for name, (rank, world, _) in CASES.items()
     ]
+    cases.append({**cases[0], "reads": True})
+    lines = map(json.dumps, cases)
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda.step", str(guard)],
         input="\n".join(lines),
@@ -109,7 +119,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    names = [*CASES, "planted"]
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(results: dict[str, Any], name: str) -> None:
+    assert "waited" not in results[name]
+
+
+def test_a_planted_read_of_a_devices_value_is_found(results: dict[str, Any]) -> None:
+    assert results["planted"] == {"waited": "aten._local_scalar_dense.default"}
 
 
 @pytest.mark.parametrize("name", CASES)
