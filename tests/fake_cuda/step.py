@@ -55,11 +55,10 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
 
     import pretrain_gpt
     from megatron.core import comm
-    from megatron.core.optimizer.optimizer import build_optimizer
     from megatron.core.tokenizers.vocabulary import Vocabulary
     from megatron.training import setup
     from megatron.training.arguments import parse
-    from megatron.training.passes import build_passes
+    from megatron.training.build import build_chunks, build_optimizer, build_passes
     from megatron.training.timers import Timers
 
     config = parse(flags, "pretrain_gpt", world_size=world_size).config
@@ -67,7 +66,6 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
     device = torch.device("cuda", 0)
     mesh = setup.connected_mesh(config, device)
     vocabulary = Vocabulary(ids_in_use=ROWS, rows=ROWS, padded_rows=ROWS)
-    mine = [config.stages[at] for at in config.placement.positions(mesh.pp.coordinate)]
 
     def forward_step(model: Any, batch: Any, x_SBH: Any, dropout: Any) -> Any:
         if reads:
@@ -75,10 +73,8 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
         return pretrain_gpt.forward_step(model, batch, x_SBH, dropout)
 
     with FakeTensorMode():
-        chunks = pretrain_gpt.build_model(config, mesh, vocabulary, mine)
-        optimizer = build_optimizer(
-            config.optimizer, chunks, mesh, config.precision, config.replicas
-        )
+        chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model, draws=False)
+        optimizer = build_optimizer(config, chunks, mesh)
         passes = build_passes(config, mesh, chunks, forward_step, Timers(0))
         samples, sequence = config.training.micro_batch_size, config.data.seq_length
         tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device)
