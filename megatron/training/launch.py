@@ -200,6 +200,8 @@ def _checked(
     address, port, rendezvous = _meeting_point(
         environ, source, node_list, several_machines=local_world_size not in (None, world_size)
     )
+    if not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT={port} is no port; give one from 1 to 65535")
     return Launch(rank, world_size, local_rank, local_world_size, address, port, source, rendezvous)
 
 

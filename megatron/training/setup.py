@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.core.mesh import GroupOptions, Mesh
 from megatron.core.utils import Say, UserError
+from megatron.training import meeting
 from megatron.training.config import RunConfig
 from megatron.training.flight_recorder import record_collectives
 from megatron.training.group_settings import group_settings
@@ -55,7 +56,8 @@ def create_mesh(
     if backend == "nccl":
         record_collectives(config.process.flight_recorder, environ, say)
     limit = timedelta(minutes=config.process.distributed_timeout_minutes)
-    connect(launch, backend, limit + MARGIN, environ)
+    meeting.meet(launch, lambda: connect(launch, backend, limit + MARGIN, environ), limit + MARGIN)
+    meeting.check_settings(config)
     return connected_mesh(config, device)
 
 
