@@ -244,9 +244,14 @@ class Job:
             return False
         self.say(
             f"training is already complete: the checkpoint is at iteration {state.iteration} of "
-            f"{total}; nothing is done and nothing written (a longer run needs a higher "
-            "--train-iters or --train-samples)"
+            f"{total}; nothing is done (a longer run needs a higher --train-iters or "
+            "--train-samples)"
         )
+        # A run that was killed after its last save has left another status behind.
+        save = self.config.checkpoint.save
+        if not run_status.is_complete(save):
+            self.attempt = run_status.attempt(save) or 0
+            self._status("complete", state, None)
         return True
 
     def _work(self, built: _Built) -> int:

@@ -50,10 +50,24 @@ def write(
 
 def attempt(save: str | None) -> int | None:
     """Return the attempt of the last run in a folder, or None without one."""
-    path = Path(save) / NAME if save else None
-    if path is None or not path.exists():
-        return None
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["attempt"])
+        return int(_read(save)["attempt"])
     except (ValueError, KeyError, TypeError):
         return None  # somebody else's file
+
+
+def is_complete(save: str | None) -> bool:
+    """Return whether the status in a folder says that its last run was complete."""
+    return _read(save).get("reason") == "complete"
+
+
+def _read(save: str | None) -> dict[str, Any]:
+    """Return what stands in the status of a folder; nothing if it has none, or no object."""
+    path = Path(save) / NAME if save else None
+    if path is None or not path.exists():
+        return {}
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return status if isinstance(status, dict) else {}

@@ -214,6 +214,13 @@ def test_res_11_a_complete_run_is_left_alone(
     assert {path: path.stat().st_mtime_ns for path in Path("save").rglob("*")} == before
     assert len(rows()) == lines
     assert "already complete" in capfd.readouterr().out
+    # Killed after its last save, before it could say so: the next run says it.
+    left = json.loads(Path("save/run_status.json").read_text())
+    Path("save/run_status.json").write_text(
+        json.dumps({**left, "reason": "running", "resubmit": True, "attempt": 3})
+    )
+    assert run(*flags) == 0
+    assert json.loads(Path("save/run_status.json").read_text()) == {**left, "attempt": 3}
 
 
 def test_res_13_a_skipped_last_iteration_is_saved(run: Callable[..., int]) -> None:

@@ -172,7 +172,8 @@ read -r code rest <<<"$(cat "$RUNS")"
 echo "$rest" > "$RUNS"
 [[ $code == 0 ]] || exec 3>"$TORCHELASTIC_ERROR_FILE"
 case $code in
-    0) echo "{\\"resubmit\\": ${RESUBMIT:-false}}" > "$SAVE/run_status.json" ;;
+    0) [[ ${RESUBMIT:-false} == none ]] ||
+        echo "{\\"resubmit\\": ${RESUBMIT:-false}}" > "${WRITES:-$SAVE}/run_status.json" ;;
     2) echo '{"message": {"message": "UserError: no such file", "errorCode": 2}}' >&3; exit 1 ;;
     *) echo '{"message": {"message": "RuntimeError: link down", "errorCode": 1}}' >&3; exit 1 ;;
 esac
@@ -251,6 +252,25 @@ def test_a_complete_run_ends_the_job(job: Job) -> None:
 def test_a_run_that_stopped_in_time_goes_back_into_the_queue(job: Job) -> None:
     assert job.submit("0", RESUBMIT="true").returncode == 0
     assert job.lines("scontrol requeue") == ["scontrol requeue 4711"]
+
+
+def test_a_status_from_before_the_try_says_nothing(job: Job) -> None:
+    job.save.mkdir()
+    status = job.save / "run_status.json"
+    status.write_text('{"resubmit": true}')
+    assert job.submit("0", "--skip-train", RESUBMIT="none").returncode == 0
+    assert job.lines("scontrol requeue") == [] and status.exists()
+
+
+@pytest.mark.parametrize("spelling", ["--save {}", "--save={}", "--save elsewhere --save {}"])
+def test_the_status_is_read_where_the_flags_save(job: Job, tmp_path: Path, spelling: str) -> None:
+    folder = tmp_path / "flagged"
+    flags = spelling.format(folder).split()
+    assert job.submit("0", *flags, RESUBMIT="true", WRITES=str(folder)).returncode == 0
+    assert job.lines("scontrol requeue") == ["scontrol requeue 4711"]
+    assert not job.save.exists()
+    (run,) = job.tries
+    assert f"--load {folder}" in run
 
 
 def test_a_plan_that_is_refused_starts_nothing(job: Job) -> None:

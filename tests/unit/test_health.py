@@ -131,3 +131,7 @@ def test_run_status_says_whether_to_resubmit(
     assert written["resubmit"] is resubmit
     assert run_status.attempt(str(tmp_path)) == 2
     assert run_status.attempt(str(tmp_path / "elsewhere")) is None
+    assert run_status.is_complete(str(tmp_path)) == (reason == "complete")
+    (tmp_path / "run_status.json").write_text("[]")
+    assert run_status.attempt(str(tmp_path)) is None
+    assert not run_status.is_complete(str(tmp_path))
