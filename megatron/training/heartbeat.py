@@ -8,11 +8,13 @@ class Pulse:
 
     Steps are either timed, parts of an iteration or an evaluation, of which none may take longer
     than `limit`, or may take as long as they like: index building, loading, saving.
+
+    Args:
+        limit: seconds that a timed step may take.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
-        """Seconds that a timed step may take."""
         self._step: tuple[str, object, bool] = ("starting", None, False)
 
     def timed(self, what: str) -> None:

@@ -44,7 +44,7 @@ class TokenLosses(NamedTuple):
 
     losses_BS: Tensor
     mask_BS: Tensor
-    """1 for a valid token, 0 for one that does not count."""
+    """1 for a valid token, 0 for one that does not count; of any dtype."""
     auxiliary: Mapping[str, Masked] = MappingProxyType({})
     """Auxiliary losses by name, those of the objective."""
 
@@ -118,7 +118,9 @@ class Objective:
         """Return what one microbatch adds on this rank.
 
         Args:
-            tokens: what the forward step returned.
+            tokens: what the forward step returned: losses and masks ``[B, S]``, of the positions
+                that this context-parallel rank holds. A mask may have any dtype, and is cast to
+                that of its losses; the terms are scalars of that dtype.
             empty_counts: a mean over microbatches counts one without a valid token as a loss of 0,
                 as Megatron-LM does in training, where every layout has the same microbatches. An
                 evaluation leaves it out: how many only pad a set depends on the replicas.

@@ -103,7 +103,17 @@ def _check_connected(problems: Sequence[str]) -> None:
 
 
 class Watchdog(threading.Thread):
-    """Watches one process; see the top of this file."""
+    """Watches one process; see the top of this file.
+
+    Args:
+        link: to the hub of rank 0, which has been told this process's rank.
+        rank: of this process.
+        places: where each rank runs, for messages.
+        pulse: what the main thread is at.
+        program: its name, for messages.
+        interval: seconds between two beats.
+        hub: of this process; None on ranks other than 0.
+    """
 
     on_failure: Callable[[str], None] | None = None
     """Told of the cause before the process ends, in the watchdog's thread."""

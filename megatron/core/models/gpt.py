@@ -116,12 +116,14 @@ class GPTModel(nn.Module):
         its hidden states ``[S, B, H]`` instead.
 
         Args:
-            tokens_BS: token ids; only the first stage looks at them.
-            labels_BS: the token that follows each one; only the last stage looks at them.
-            x_SBH: what the stage before returned; on the first stage None.
-            position_ids_BS: positions where they are not 0 .. S-1: of packed documents or, with a
-                cache, where these tokens stand among the cached ones.
-            packing: documents that attend only within themselves.
+            tokens_BS: token ids, int64; only the first stage looks at them.
+            labels_BS: the token that follows each one, int64; only the last stage looks at them.
+            x_SBH: what the stage before returned, of the model's dtype; on the first stage None.
+            position_ids_BS: positions, int64, where they are not 0 .. S-1: of packed documents or,
+                with a cache, where these tokens stand among the cached ones.
+            packing: documents that attend only within themselves. Their bounds, int32 and 1-D, are
+                those of whole samples, on every context-parallel rank. No other mask is taken:
+                attention is causal, and which losses count is the caller's matter.
             dropout: key of the dropout masks; absent switches dropout off.
             cache: keys and values of earlier tokens, and room for these.
             ahead: what the depths of multi-token prediction see; needed with labels.

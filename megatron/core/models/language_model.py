@@ -133,7 +133,13 @@ class LanguageHead(nn.Module):
         """Return the loss of every token, ``[B, S]``, in fp32 or better.
 
         Where there are too many logits for one matrix, only those of a piece of the sequence exist
-        at once, in forward and in backward.
+        at once, in forward and in backward. Backward then makes each piece's logits and losses
+        again, and with them the tensor-parallel sums of the losses: these collectives run twice, in
+        forward and in backward, so that every rank of the axis must run backward too.
+
+        Args:
+            x_SBH: hidden states; with sequence parallelism this rank's share of the positions.
+            labels_BS: int64, of all positions, also with sequence parallelism.
         """
         labels_SB = labels_BS.t()
         sequence, samples = labels_SB.shape

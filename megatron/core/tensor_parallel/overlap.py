@@ -39,7 +39,10 @@ def gather_product(x_sBI: Tensor, b_IO: Tensor, axis: Axis) -> tuple[Tensor, Ten
 
 
 def product_scatter(x_SBI: Tensor, b_IO: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's share along dim 0 of the sum over ranks of x_SBI @ b_IO."""
+    """Return this rank's share along dim 0 of the sum over ranks of x_SBI @ b_IO.
+
+    S must be a multiple of the axis's size; nothing here checks it.
+    """
     if axis.overlap == "symmetric":
         y_sBO: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
             x_SBI.contiguous(), b_IO, "sum", 0, _group_name(axis)

@@ -89,7 +89,14 @@ class Attention(nn.Module):
         self.extras = extras
 
     def mix(self, q_SBnD: Tensor, k_SBgD: Tensor, v_SBgE: Tensor, context: Context) -> Tensor:
-        """Return what each query makes of the values it sees, ``[S, B, n * E]``."""
+        """Return what each query makes of the values it sees, ``[S, B, n * E]``.
+
+        All three have one dtype, which is the result's. What a query sees is made here and never
+        given as a matrix: the keys not after it, within the layer's window, and of its own document
+        where the context has a packing, whose bounds are int32 ``[documents + 1]``, over the
+        flattened tokens of whole samples. With a cache the queries stand where
+        ``context.query_positions_BS``, int64, says.
+        """
         k_TBgD, v_TBgE = k_SBgD, v_SBgE
         if context.cache is not None:
             k_TBgD, v_TBgE = context.cache.append(self.layer, k_SBgD, v_SBgE)
