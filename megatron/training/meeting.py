@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,8 @@ from megatron.training.launch import Launch
 
 OWN = frozenset({"num_workers"})
 """Settings that each process may have its own value of, beside places of files."""
+SILENCE = 1.0
+"""Seconds that rank 0 has to print what is wrong, before a launcher sees that others have ended."""
 PATIENCE = timedelta(seconds=10)
 """What torch's own limit may be exceeded by: it does not cover a stranger that never answers."""
 
@@ -79,7 +82,8 @@ def check_settings(config: RunConfig) -> None:
     """Refuse to go on if the processes were given different settings; a collective of the world.
 
     Raises:
-        UserError: on every process, with the first setting that differs, where, and its values.
+        UserError: on rank 0, with the first setting that differs, where, and its values.
+        SystemExit: on the others, with the same exit code.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     world = Axis("world", tuple(range(size)), rank, dist.group.WORLD)
@@ -89,6 +93,9 @@ def check_settings(config: RunConfig) -> None:
     if len(set(digests)) == 1:
         return
     everyone = comm.gather_objects(mine, world)
+    if rank:
+        time.sleep(SILENCE)
+        sys.exit(2)
     for other, settings in enumerate(everyone):
         for name, value in settings.items():
             if value != everyone[0].get(name):

@@ -57,8 +57,12 @@ def create_mesh(
         record_collectives(config.process.flight_recorder, environ, say)
     limit = timedelta(minutes=config.process.distributed_timeout_minutes)
     meeting.meet(launch, lambda: connect(launch, backend, limit + MARGIN, environ), limit + MARGIN)
-    meeting.check_settings(config)
-    return connected_mesh(config, device)
+    try:
+        meeting.check_settings(config)
+        return connected_mesh(config, device)
+    except BaseException:
+        disconnect()  # else gloo's threads abort the process at its end
+        raise
 
 
 def connected_mesh(config: RunConfig, device: torch.device) -> Mesh:
