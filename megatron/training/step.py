@@ -10,6 +10,7 @@ spike that is looked for, leaves the weights as they are. What happens then is `
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core import sharding
+from megatron.core import comm, sharding
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.rng import DropoutKey
@@ -25,6 +26,9 @@ from megatron.training.batches import Batch
 from megatron.training.health import Health
 from megatron.training.objective import Totals
 from megatron.training.passes import Passes
+
+SHOWN = 3
+"""Names of parameters that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +133,14 @@ class TrainStep:
         """Let `health` look at an update that the optimizer has made or refused."""
         nan = not update.updated
         if nan:
-            names = non_finite_gradients(self.passes.chunks)
+            # The norm is the world's, so all ranks are here; each has parameters of its own.
+            mine = non_finite_gradients(self.passes.chunks)[: SHOWN + 1]
+            everyone = comm.gather_objects(mine, self.mesh.world)
+            names = list(dict.fromkeys(itertools.chain.from_iterable(everyone)))
             what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
             if names:
-                what += f" (not finite: {', '.join(names[:3])}{' ...' if names[3:] else ''})"
+                more = " ..." if names[SHOWN:] else ""
+                what += f" (not finite: {', '.join(names[:SHOWN])}{more})"
             self.health.non_finite(what, plan.iteration, plan.samples)
         else:
             self.health.finite(totals.loss)

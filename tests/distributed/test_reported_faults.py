@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.batches import Batch
 from megatron.training.config import HealthConfig
-from megatron.training.health import Health
+from megatron.training.health import Health, RunFailed
 from megatron.training.objective import Objective
 from megatron.training.passes import Activation, Passes
 from megatron.training.step import Plan, TrainStep
@@ -250,3 +250,24 @@ def freeze(chunks: list[GPTModel], mesh: Mesh) -> None:
 
 def test_par_24_a_stage_without_trainable_weights_holds_nobody_up(pool: Pool) -> None:
     compare(pool, 2, PP2, steps=3, change=freeze, untie_embeddings_and_output_weights=True)
+
+
+def _poison_last_stage(chunks: list[GPTModel], mesh: Mesh) -> None:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if sharding.of(parameter).name == "decoder.final_layernorm.weight":
+                parameter.register_hook(lambda grad: grad * float("inf"))
+
+
+def _failure(rank: int) -> str:
+    mesh = Mesh.create(ParallelConfig.resolve(**PP2), CPU)
+    with pytest.raises(RunFailed) as failed:
+        train(mesh, change=_poison_last_stage)
+    return str(failed.value)
+
+
+def test_opt_06_every_rank_names_a_gradient_of_another_stage(pool: Pool) -> None:
+    """The message that is printed is that of the first rank, which has no such parameter."""
+    messages = pool.run(2, _failure)
+    assert messages[0] == messages[1]
+    assert "(not finite: decoder.final_layernorm.weight)" in messages[0]

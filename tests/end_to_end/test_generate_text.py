@@ -106,6 +106,19 @@ def test_one_prompt_per_line(
     assert "not 'not'" in printed.err
 
 
+def test_lines_come_one_by_one_and_none_when_none_is_there() -> None:
+    """Two lines in one write are two; half a line waits for its end; the end is no line."""
+    reading, writing = os.pipe()
+    with open(reading, encoding="utf-8") as file:
+        lines = load_tool("generate_text").Lines(file)
+        assert lines.next(0.01) is None
+        os.write(writing, "first\nsecond\nhäl".encode())
+        assert [lines.next(5), lines.next(5), lines.next(0.01)] == ["first\n", "second\n", None]
+        os.write(writing, b"f\n\nlast")
+        os.close(writing)
+        assert [lines.next(5) for _ in range(5)] == ["hälf\n", "\n", "last", "", ""]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
