@@ -263,7 +263,9 @@ class Watchdog(threading.Thread):
             self._has_failed.wait(ALIKE)
         if self._failure is not None:
             return f"{me} ends, since {cause}; it failed then:\n{self._failure.stack}"
-        return f"{me} ends, since {cause}; it was in {self._pulse}, at:\n{self._stack()}"
+        awaited = comm.awaited()
+        wait = f", waiting for {awaited}" if awaited else ""
+        return f"{me} ends, since {cause}; it was in {self._pulse}{wait}, at:\n{self._stack()}"
 
     def _stack(self) -> str:
         frame = self._main_frame()
