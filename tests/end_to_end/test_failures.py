@@ -77,6 +77,11 @@ def refuse(model: torch.nn.Module) -> None:
     raise UserError("--planted (1) must be 2")
 
 
+def exit_early(model: torch.nn.Module) -> None:
+    time.sleep(2)
+    sys.exit(3)
+
+
 def drift(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -238,6 +243,16 @@ def test_hang_02_an_error_of_one_rank_is_shown_first(tmp_path: Path) -> None:
     assert "failed in iteration 2" in error_file(tmp_path, 0)
     assert error_file(tmp_path, 1).endswith("ValueError: planted error")
     assert status(tmp_path)["reason"] == "failure" and "planted" in status(tmp_path)["message"]
+
+
+def test_an_exit_of_the_programs_own_code_is_a_failure(tmp_path: Path) -> None:
+    """It says no farewell: the others would wait for it until their limit."""
+    ended = launch(tmp_path, 2, exit_early, 1)
+    assert ended.codes == [3, 3]
+    first, second = ended.blocks
+    assert first.startswith("[dp1] rank 1 failed in iteration 2, last action forward(microbatch")
+    assert "in exit_early" in first and "SystemExit: 3" in first
+    assert second.startswith("[dp0] rank 0 ends, since [dp1] rank 1 failed")
 
 
 @pytest.mark.parametrize("dead", [0, 1])
