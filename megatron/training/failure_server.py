@@ -312,12 +312,9 @@ class Hub(threading.Thread):
             self._decide("failed", rank, f"failed in {doing}", failure)
 
     def _never_came(self) -> str:
-        """Return what is known of the first rank that is absent: what others say."""
+        """Return what is known of the first rank that is absent."""
         missing = f" (of {len(self._absent)} such ranks)" if len(self._absent) > 1 else ""
-        text = f"never came{missing}: it died, or cannot reach rank 0's port {self.port}"
-        for rank, (doing, failure) in self._held.items():
-            return f"{text}; {named(self._places, rank)} failed in {doing}: {failure.message}"
-        return text
+        return f"never came{missing}: it died, or cannot reach rank 0's port {self.port}"
 
     def _decide(self, kind: Kind, rank: int, what: str, failure: Failure | None = None) -> None:
         member = self._members.get(rank)
