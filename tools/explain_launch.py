@@ -8,7 +8,8 @@ The script is read, not executed: variables, arrays, conditions on known values,
 and bash -c are followed. Each flag is the same here, renamed, without effect or refused (with the
 reason and what to use), and the run's plan is printed for the number of processes that the launcher
 asks for. What the script takes from elsewhere is shown as $NAME; it does as a path, and numbers are
-asked for by name.
+asked for by name, as is what a command, a file or the keyboard may set to flags. A command is
+given as --set '$(command)=VALUE'.
 
 Exit code: 0 if the launch gives the same results here, 1 if it would be refused or results would
 differ, 2 if the script cannot be read or a value is missing. Random numbers (initial values,
@@ -23,15 +24,16 @@ from pathlib import Path
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import Config, option, specs
+from megatron.core.config import Config, check_at_least, option, specs
 from megatron.core.utils import UserError
 from megatron.training import explain, flag_status, plan_report, rules
 from megatron.training.arguments import Invocation, parse, parse_tool, run_main
 from megatron.training.command_line import Vocabulary, normalise
 from megatron.training.config import RunConfig
 from megatron.training.explain import Finding
-from megatron.training.launch_command import NO_LAUNCHER, Launch, find
+from megatron.training.launch_command import NO_LAUNCHER, Launch, find, mentions
 from megatron.training.shell_script import Script, read, slurm
+from megatron.training.shell_syntax import closing
 from tools import preprocess_data
 
 PROGRAM = "explain_launch"
@@ -62,6 +64,9 @@ class ExplainConfig(Config):
     world_size: int | None = option(None)
     """Processes to plan for, instead of those that the launcher asks for."""
 
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "world_size")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
@@ -90,9 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{name} starts no program that trains or preprocesses (such as pretrain_gpt.py); give "
             "the command that does after --"
         )
-    for note in script.notes:
+    unread = [
+        f"line {c.line}: not read as a launch: {' '.join(c.words)}"
+        for c in script.commands
+        if find(c.words) is None and mentions(c.words)
+    ]
+    for note in dict.fromkeys([*script.notes, *unread]):
         print(f"note: {note}")
-    return max((explained(launch, options.world_size) for launch in found), key=severity)
+    codes = [explained(launch, options.world_size, script.unknown) for launch in found]
+    return max(codes, key=severity)
 
 
 def gathered(words: Sequence[str]) -> list[str]:
@@ -115,11 +126,12 @@ def gathered(words: Sequence[str]) -> list[str]:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Return the name and the value of --set."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UserError(f"--set {text}: give NAME=VALUE")
-    return name.lstrip("$"), value
+    """Return the name and the value of --set; the name of a command is all of ``$(command)``."""
+    end = closing(text, 1) + 1 if text.startswith("$(") else 0
+    name, equals, value = text[end:].partition("=")
+    if not equals or bool(name) == bool(end):
+        raise UserError(f"--set {text}: give NAME=VALUE, or '$(command)=VALUE'")
+    return f"$({' '.join(text[2 : end - 1].split())})" if end else name.lstrip("$"), value
 
 
 def read_text(path: str) -> str:
@@ -135,8 +147,14 @@ def severity(code: int) -> int:
     return (SAME, UNREADABLE, DIFFERS).index(code)
 
 
-def explained(launch: Launch, world_size: int | None) -> int:
-    """Print what becomes of one launch and return the exit code for it."""
+def explained(launch: Launch, world_size: int | None, unknown: Mapping[str, str]) -> int:
+    """Print what becomes of one launch and return the exit code for it.
+
+    Args:
+        launch: what is started.
+        world_size: number of processes, if the user says it.
+        unknown: what something unread sets (`explain.findings`).
+    """
     place = f"line {launch.line}: " if launch.line else ""
     sizes = " x ".join(map(str, launch.sizes))
     world = world_size or launch.world_size
@@ -150,13 +168,13 @@ def explained(launch: Launch, world_size: int | None) -> int:
     else:
         declared = {**specs(RunConfig), **specs(Invocation)}
         vocabulary = Vocabulary(declared, flag_status.load())
-    found = explain.findings(launch.flags, vocabulary)
+    found = explain.findings(launch.flags, vocabulary, unknown)
     for line in listed(found):
         print(line)
     if launch.program == "preprocess_data.py":
         problems, missing = checked_tool(found)
     else:
-        problems, missing = planned(launch, found, world)
+        problems, missing = planned(launch, found, world, unknown)
     return concluded(found, problems, missing)
 
 
@@ -194,7 +212,7 @@ def wrapped(texts: Sequence[str], width: int = 98) -> Iterator[str]:
 
 
 def planned(
-    launch: Launch, found: Sequence[Finding], world: int | None
+    launch: Launch, found: Sequence[Finding], world: int | None, unknown: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Print the plan; return what would differ and what is missing."""
     problems: list[str] = []
@@ -205,8 +223,7 @@ def planned(
     if outside:
         missing.append("the number of processes, which something else starts: --world-size N")
     if world is None:
-        names = list(dict.fromkeys(n for s in launch.sizes for n in explain.variables(str(s))))
-        give = " ".join(f"--set {name}=VALUE" for name in names)
+        give = explain.ways([str(size) for size in launch.sizes], unknown)
         missing.append(f"the number of processes: {f'{give} or ' * bool(give)}--world-size N")
     if missing or any(item.kind in ("open", "malformed") for item in found):
         return problems, missing

@@ -1,11 +1,13 @@
 """What becomes of a launch written for Megatron-LM: each flag's verdict, and what would differ.
 
 Words may hold parts that nobody knows: variables (``$NAME``, ``$((A * B))``, ``$(command)``) that
-a script takes from elsewhere. They do as text; where a number is needed, the verdict names them.
+a script takes from elsewhere. They do as text; where a number is needed, or where they may be
+flags, the verdict names them.
 """
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,14 +18,16 @@ from megatron.training.arguments import ParsedRun
 from megatron.training.command_line import Given, Vocabulary, arity, normalise, read_command_line
 from megatron.training.config import RunConfig
 from megatron.training.flag_status import Row
+from megatron.training.shell_syntax import closing
 from megatron.training.verdicts import judge
 
 Kind = Literal["same", "renamed", "no effect", "refused", "unknown", "malformed", "open", "empty"]
 
-NAME = re.compile(r"\$\{?([A-Za-z_]\w*|[0-9@*#]+)")
+NAME = re.compile(r"\$(?:\{[#!]?)?([A-Za-z_]\w*|[0-9]+)")
 FROM_LAUNCHERS = ("local_rank", "rank", "launched_world_size")
 """Fields that a launcher's variables fill, and that no plan hangs on."""
 
+WRITE_OUT = "write the value out"
 IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -55,15 +59,27 @@ class Finding:
         return self.kind in ("refused", "unknown", "malformed")
 
 
-def findings(words: Sequence[str], vocabulary: Vocabulary) -> list[Finding]:
-    """Return what becomes of each flag of a command line, in order."""
+def findings(
+    words: Sequence[str], vocabulary: Vocabulary, unknown: Mapping[str, str] | None = None
+) -> list[Finding]:
+    """Return what becomes of each flag of a command line, in order.
+
+    Args:
+        words: program's words, in which ``$NAME`` and ``$(command)`` are not known.
+        vocabulary: the program's flags.
+        unknown: variables and commands that something unread sets, with the name to give each by;
+            other variables are set by nothing.
+    """
+    unknown = unknown or {}
     found: list[Finding] = []
     for flag, values in _groups(words):
         if flag == "":
-            kind: Kind = "empty" if all(is_open(v) for v in values) else "malformed"
-            found += [Finding((v,), kind, "" if kind == "empty" else "no flag") for v in values]
+            found += [
+                _left_over(v, unknown) if is_open(v) else Finding((v,), "malformed", "no flag")
+                for v in values
+            ]
             continue
-        found += _finding(flag, values, vocabulary)
+        found += _finding(flag, values, vocabulary, unknown)
     return found
 
 
@@ -99,15 +115,40 @@ def is_open(word: str) -> bool:
 
 
 def variables(word: str) -> list[str]:
-    """Return the variables that a word hangs on.
+    """Return the variables that a word hangs on, and the commands as they stand.
 
-    >>> variables("$((NODES * GPUS))/$TAG")
-    ['NODES', 'GPUS', 'TAG']
+    >>> variables("$((NODES * $(nproc)))/$TAG")
+    ['$(nproc)', 'NODES', 'TAG']
     """
     names: list[str] = []
-    for inside, other in re.findall(r"\$\(\((.*?)\)\)|(\$\{?\w+)", word):
-        names += IN_ARITHMETIC.findall(inside) if inside else NAME.findall(other)
+    at = word.find("$")
+    while at >= 0:
+        end = at
+        if word.startswith(("$(", "${"), at):
+            try:
+                end = closing(word, at + 1)
+            except UserError:
+                end = len(word)
+        inside = word[at : end + 1]
+        if inside.startswith("$(("):
+            inner = variables(inside[3:])
+            names += inner
+            for name in inner:
+                inside = inside.replace(name, "")
+            names += IN_ARITHMETIC.findall(inside)
+        elif inside.startswith("$("):
+            names.append(inside)
+        elif match := NAME.match(word, at):
+            names.append(match[1])
+        at = word.find("$", end + 1)
     return list(dict.fromkeys(names))
+
+
+def ways(words: Sequence[str], unknown: Mapping[str, str]) -> str:
+    """Return the ``--set`` options that give what words hang on; empty if none can."""
+    names = [unknown.get(name, name) for word in words for name in variables(word)]
+    given = [shlex.quote(f"{name}=VALUE") for name in dict.fromkeys(names)]
+    return " ".join(f"--set {text}" for text in given)
 
 
 def differences(run: ParsedRun[RunConfig]) -> Iterator[str]:
@@ -148,7 +189,28 @@ def _groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield flag, values
 
 
-def _finding(flag: str, values: list[str], vocabulary: Vocabulary) -> Iterator[Finding]:
+def _left_over(word: str, unknown: Mapping[str, str]) -> Finding:
+    """Return what becomes of a word without a flag: nothing, or flags that nobody knows."""
+    only_variables = not re.sub(r"\$\w+|\$\{[^{}]*\}|\$[@*]", "", word)
+    if only_variables and not any(name in unknown for name in variables(word)):
+        return Finding((word,), "empty")
+    give = ways([word], unknown)
+    return Finding((word,), "open", f"needs {give}" if give else WRITE_OUT)
+
+
+def _is_trailing(values: Sequence[str], unknown: Mapping[str, str]) -> bool:
+    """Return whether the last of a flag's many values may be further flags that nobody knows."""
+    last = values[-1]
+    names = variables(last)
+    is_unknown = is_open(last) and any(n in unknown or n.startswith("$(") for n in names)
+    is_whole = re.fullmatch(r"\$\w+|\$[({].*", last) is not None
+    weighted = len(values) > 1 and re.fullmatch(r"[\d.]+(e-?\d+)?", values[-2]) is not None
+    return is_unknown and is_whole and len(values) > 1 and not weighted
+
+
+def _finding(
+    flag: str, values: list[str], vocabulary: Vocabulary, unknown: Mapping[str, str]
+) -> Iterator[Finding]:
     target = vocabulary.targets.get(normalise(flag))
     if target is None:
         yield Finding((flag, *values), "unknown", str(vocabulary.unknown([flag])))
@@ -158,19 +220,20 @@ def _finding(flag: str, values: list[str], vocabulary: Vocabulary) -> Iterator[F
     most = {"switch": 0, "?": 1}.get(count, int(count) if count.isdigit() else len(values))
     while len(values) > most and is_open(values[-1]):
         rest.insert(0, values.pop())  # a variable with further flags, after the flag's own value
+    while count in ("+", "*") and _is_trailing(values, unknown):
+        rest.insert(0, values.pop())
     words = (flag, *values)
     hanging = [value for value in values if is_open(value)]
     if hanging and isinstance(target, Spec) and target.name in FROM_LAUNCHERS:
         yield Finding(words, "no effect", "ranks come from the launcher's environment")
         return
     if hanging and _needs_value(target, vocabulary):
-        names = list(dict.fromkeys(name for value in hanging for name in variables(value)))
-        give = " ".join(f"--set {name}=VALUE" for name in names) or "write the number out"
-        yield Finding(words, "open", f"needs {give}")
+        give = ways(hanging, unknown)
+        yield Finding(words, "open", f"needs {give}" if give else WRITE_OUT)
     else:
         yield _judged(words, vocabulary)
     for word in rest:
-        yield Finding((word,), "empty")
+        yield _left_over(word, unknown)
 
 
 def _needs_value(target: Spec | Row, vocabulary: Vocabulary) -> bool:

@@ -1,8 +1,8 @@
 """A command that starts a program of ours: what starts it, on how many processes, which flags.
 
-Launchers understood are torchrun, torch.distributed.run and .launch, deepspeed, srun, mpirun, msrun
-and plain python. Whatever else stands before the program (containers, profilers, numactl) is passed
-over.
+Launchers understood are torchrun, torch.distributed.run and .launch, accelerate, deepspeed, srun,
+mpirun, msrun and plain python. Whatever else stands before the program (containers, profilers,
+numactl) is passed over.
 """
 
 import re
@@ -36,6 +36,10 @@ SILENT = (
 NO_LAUNCHER = "no launcher"
 TORCH = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 MPI = ("mpirun", "mpiexec", "orterun")
+
+SSH_OPTIONS = [f"-{letter}" for letter in "bcDEeFIiJLlmOopQRSWw"]
+"""Those that take a value."""
+SHELLS = ("bash", "sh", "zsh", "dash")
 
 Size = int | str
 """A number, or a text with the variables it hangs on."""
@@ -95,6 +99,35 @@ def find(
     return Launch(name[1], words[place], flags, launcher, sizes, line)
 
 
+def inner_script(words: Sequence[str]) -> tuple[int, str]:
+    """Return the script that a shell is started with, as in ``srun bash -c '...'``, and its place.
+
+    ``sbatch --wrap`` and ``ssh host`` are such too.
+    """
+    name = words[0].rpartition("/")[2]
+    if name == "ssh":
+        at = 1
+        while at < len(words) and words[at].startswith("-"):
+            at += 2 if words[at] in SSH_OPTIONS else 1
+        return at + 1, " ".join(words[at + 1 :])
+    for place, word in enumerate(words):
+        if name == "sbatch" and word.startswith("--wrap"):
+            _, equals, text = word.partition("=")
+            return place, text if equals else " ".join(words[place + 1 : place + 2])
+        if not place or place + 1 == len(words):
+            continue
+        is_shell = words[place - 1].rpartition("/")[2] in SHELLS
+        if re.fullmatch(r"-[a-z]*c", word) and (is_shell or words[place - 1].startswith("-")):
+            return place + 1, words[place + 1]
+    return 0, ""
+
+
+def mentions(words: Sequence[str]) -> bool:
+    """Return whether a command that is no launch may hide one in the text of a word."""
+    silent = not words or words[0].rpartition("/")[2] in SILENT
+    return not silent and any(re.search(rf"\b{re.escape(p)}", w) for p in PROGRAMS for w in words)
+
+
 def _program(words: Sequence[str]) -> int | None:
     """Return where the program stands: a known one, else the first that trains."""
     places = [i for i, word in enumerate(words) if PROGRAM.match(word) and word[:1] != "-"]
@@ -119,6 +152,11 @@ def _processes(
         if options == [None, None]:
             return "deepspeed", ("the devices of the hostfile",)
         return "deepspeed", tuple(_size(option) for option in options)
+    if "accelerate" in names:
+        number = _option(words, ("--num_processes", "--num-processes"))
+        return "accelerate", (
+            _size(number) if number else "the processes of accelerate's settings",
+        )
     if "msrun" in names:
         return "msrun", (_size(_option(words, ("--worker_num",))),)
     mpi = next((name for name in MPI if name in names), None)

@@ -2,7 +2,8 @@
 
 Assignments, conditions on known values, loops over known words and functions are followed. What is
 not known is decided so that launches are found: commands succeed, a condition that hangs on a
-command or a file is false, and a variable that nothing sets is empty in a condition.
+command or a file is false, and a variable that nothing sets is empty in a condition. What only an
+undecided branch sets, and what comes from a file or a command, stays unknown.
 """
 
 import fnmatch
@@ -12,6 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.utils import UserError
+from megatron.training.launch_command import SHELLS, inner_script
+from megatron.training.shell_arithmetic import Unknown
+from megatron.training.shell_assignments import Assignments
+from megatron.training.shell_builtins import Builtins
+from megatron.training.shell_conditions import (
+    ASSIGNMENT,
+    as_text,
+    assigned_names,
+    condition,
+    matters,
+    reads_input,
+)
+from megatron.training.shell_output import PRINTING, printed
 from megatron.training.shell_syntax import (
     Arithmetic,
     Case,
@@ -23,22 +37,21 @@ from megatron.training.shell_syntax import (
     Sequence_,
     Simple,
     Test,
+    Token,
     While,
     parse,
 )
 from megatron.training.shell_words import (
     ATOM,
-    Unknown,
     Variables,
     arithmetic,
-    array,
+    document,
     fields,
     joined,
+    pattern,
 )
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
-SHELLS = ("bash", "sh", "zsh", "dash")
 MOST_ROUNDS = 1000
 MOST_DEPTH = 50
 SBATCH = re.compile(r"^#SBATCH\b([^#\n]*)", re.MULTILINE)
@@ -73,6 +86,20 @@ class Script:
 
     commands: list[Command] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """Variables and ``$(command)`` that something unread sets, with the name to give each by."""
+
+
+@dataclass
+class _Printed:
+    """What a command substitution has printed so far."""
+
+    texts: list[str] = field(default_factory=list)
+    is_certain: bool = True
+
+
+class _Returned(Exception):
+    """A function, or a command substitution, has come to its end."""
 
 
 def read(
@@ -101,6 +128,12 @@ def read(
             f"taken as unset in conditions: {', '.join(names)} (--set NAME=VALUE says otherwise)"
         )
     reader.script.notes = list(dict.fromkeys(reader.script.notes))
+    once = reader.variables.assigned
+    reader.script.unknown = {
+        source: name
+        for source, name in reader.variables.unknown.items()
+        if source == name or once[name] == 1
+    }
     return reader.script
 
 
@@ -122,7 +155,12 @@ class _Reader:
         self.folder = folder
         self.script = Script()
         self.functions: dict[str, Node] = {}
+        self.assignments = Assignments(variables)
+        self.builtins = Builtins(variables)
+        self.printed: _Printed | None = None
+        """Where output goes; None for commands that are to be found."""
         self.depth = 0
+        variables.output = self._output
 
     def run(self, node: Node) -> bool | None:
         """Follow a node and return its status."""
@@ -144,6 +182,8 @@ class _Reader:
         assert isinstance(node, Sequence_)
         status: bool | None = True
         for joint, part in node.parts:
+            if self.printed and (joint == "|" or (joint != ";" and status is None)):
+                self.printed.is_certain = False
             skipped = (joint == "&&" and status is False) or (joint == "||" and status is not False)
             if not skipped:
                 status = self.run(part)
@@ -156,14 +196,22 @@ class _Reader:
 
     def _if(self, node: Node) -> bool | None:
         assert isinstance(node, If)
-        for condition, body in node.branches:
-            status = True if condition is None else self.run(condition)
-            if status is None and _matters(body):
-                shown = self.variables.show(_text(condition))
+        for question, body in node.branches:
+            status = True if question is None else self.run(question)
+            if status is None and matters(body):
+                shown = self.variables.show(as_text(question))
                 self.script.notes.append(f"line {node.line}: taken as false: {shown}")
+            if status is None:
+                self._undecided(body)
             if status:
                 return self.run(body)
         return None
+
+    def _undecided(self, body: Node) -> None:
+        """Pass over a branch of which nobody knows whether it is taken."""
+        self.variables.may_be_set |= set(assigned_names(body))
+        if self.printed:
+            self.printed.is_certain = False
 
     def _for(self, node: Node) -> bool | None:
         assert isinstance(node, For)
@@ -197,21 +245,49 @@ class _Reader:
         endless = isinstance(node.condition, Sequence_) and [
             part.words for _, part in node.condition.parts if isinstance(part, Simple)
         ] in ([["true"]], [[":"]])
+        outer = self.builtins.lines
+        if node.input is not None:
+            text = self._read_text(node.input)
+            self.builtins.lines = None if text is None else text.split("\n")
         for _ in range(1 if endless else MOST_ROUNDS):
-            if not self.run(node.condition):
+            status = self.run(node.condition)
+            if status is None and reads_input(node.condition):
+                self._unknown_rounds(node)
+            if not status:
                 break
             self.run(node.body)
+        self.builtins.lines = outer
         return True
+
+    def _unknown_rounds(self, node: While) -> None:
+        """Follow a loop once for its launches; what it sets is not known, as is what it reads."""
+        names = list(dict.fromkeys(assigned_names(node)))
+        before = self.variables.assigned.copy()
+        self.variables.assigned.update(names)  # a value that the user gives is the loop's result
+        self.run(node.body)
+        self.variables.assigned = before
+        for name in names:
+            self.variables.set_unknown(name)
+        if self.printed:
+            self.printed.is_certain = False
+        if matters(node.body):
+            shown = f"; {', '.join(names)} may be given by --set" if names else ""
+            self.script.notes.append(
+                f"line {node.line}: what this loop reads is not known, and is taken as one "
+                f"round{shown}"
+            )
 
     def _case(self, node: Node) -> bool | None:
         assert isinstance(node, Case)
         text = self.variables.emptied(joined(node.word, self.variables))
         if text is None:
             self.script.notes.append(f"line {node.line}: only the default of the case is read")
+            for _, body in node.branches:
+                self._undecided(body)
         for patterns, body in node.branches:
             for raw in patterns:
-                pattern = joined(raw, self.variables)
-                if pattern == "*" or (text is not None and fnmatch.fnmatchcase(text, pattern)):
+                like = pattern(raw, self.variables)
+                if like == "*" or (text is not None and fnmatch.fnmatchcase(text, like)):
                     return self.run(body)
         return True
 
@@ -241,7 +317,8 @@ class _Reader:
 
     def _test_command(self, node: Node) -> bool | None:
         assert isinstance(node, Test)
-        return self._condition([word for word in node.words if word != "\n"], patterns=True)
+        words = [word for word in node.words if word != "\n"]
+        return condition(words, True, self.variables)
 
     def _simple(self, node: Node) -> bool | None:
         assert isinstance(node, Simple)
@@ -252,16 +329,14 @@ class _Reader:
             if raw and not all(ASSIGNMENT.fullmatch(word) for word in raw):
                 own[match[1]] = self.variables.show(joined(match[4], self.variables))
             else:
-                self._assign(match)
+                self.assignments.assign(match)
         if not raw:
             return True
         if raw[0] in DECLARING:
-            for word in raw[1:]:
-                if match := ASSIGNMENT.fullmatch(word):
-                    self._assign(match)
+            self.assignments.declare(raw)
             return True
         if raw[0] in ("[", "test"):
-            return self._condition(raw[1 : -1 if raw[0] == "[" else None], patterns=False)
+            return condition(raw[1 : -1 if raw[0] == "[" else None], False, self.variables)
         words = [word for item in raw for word in fields(item, self.variables)]
         return self._command(words, node, own) if words else True
 
@@ -271,13 +346,28 @@ class _Reader:
             return name != "false"
         if name in self.functions:
             return self._call(self.functions[name], rest)
-        if name == "eval":
-            return self._nested(" ".join(rest), node.line)
-        if name in ("source", "."):
-            return self._source(rest)
-        if name in ("shift", "unset", "set", "let", "read"):
-            return self._builtin(name, rest)
-        inner = self._inner_script(words) or (node.here if self._reads_script(words) else "")
+        if name in ("eval", "source", ".", "let"):
+            text = " ".join(rest)
+            if name == "let":
+                return self._let(text)
+            return self._eval(text, node.line) if name == "eval" else self._source(rest)
+        if name in Builtins.names:
+            given = self._read_text(node.input)
+            return self.builtins.run(words, given, own, reads=node.input is not None)
+        if words[:2] == ["printf", "-v"] and len(words) > 3:
+            self.builtins.printf(words)
+            return True
+        if self.printed and name in (*PRINTING, "return", "exit", "cd", "shopt"):
+            return self._print(words, node)
+        self._start(words, node, own)
+        return None
+
+    def _start(self, words: list[str], node: Simple, own: Mapping[str, str]) -> None:
+        """Keep a command, or those of the script that it is started with."""
+        here = self._read_text(node.input) if self._reads_script(words) else None
+        place, inner = inner_script(words)
+        if not inner:
+            place, inner = len(words), here or ""
         before = len(self.script.commands)
         if inner:
             self._nested(inner, node.line)
@@ -285,56 +375,84 @@ class _Reader:
             shown = tuple(self.variables.show(word) for word in words)
             self.script.commands.append(Command(shown, node.line, own))
         else:
-            self._wrap(before, words, inner, own)
-        return None
+            self._wrap(before, words[:place], own)
 
-    def _builtin(self, name: str, words: list[str]) -> bool | None:
-        variables = self.variables
-        if name == "shift":
-            count = int(words[0]) if words and words[0].isdigit() else 1
-            variables.positional = variables.positional[count:]
-        elif name == "unset":
-            for word in words:
-                variables.unset(word)
-        elif name == "set" and "--" in words:
-            variables.positional = words[words.index("--") + 1 :]
-        elif name == "let":
-            return self._let(" ".join(words))
-        elif name == "read":
-            for word in words:
-                if re.fullmatch(r"[A-Za-z_]\w*", word):
-                    variables.set(word, variables.atom(f"${word}"))
+    def _print(self, words: list[str], node: Simple) -> bool | None:
+        """Follow a command of a command substitution whose output is known."""
+        assert self.printed is not None
+        if words[0] in ("return", "exit"):
+            raise _Returned
+        if words[0] in ("cd", "shopt") or node.is_redirected:
+            return True
+        text = printed(words, self._read_text(node.input))
+        if text is None:
+            self.printed.is_certain = False
+        else:
+            self.printed.texts.append(text)
         return True
 
-    def _assign(self, match: re.Match[str]) -> None:
-        name, index, more, raw = match.groups()
-        variables = self.variables
-        if index is not None:
-            return  # elements of arrays one by one do not occur in launches
-        if raw.startswith("(") and raw.endswith(")"):
-            items = array(raw, variables)
-            old = variables.get(name) if more else []
-            variables.set(name, [*([old] if isinstance(old, str) else old or []), *items])
-            return
-        if variables.get(name) is None and re.match(rf'"?\s*\${{?{name}}}?\s', raw):
-            variables.set(name, "")  # ARGS="$ARGS --more" starts from nothing
-        text = joined(raw, variables)
-        old = variables.get(name) if more else None
-        if isinstance(old, list):
-            text = (old[0] if old else "") + text
-            variables.set(name, [text, *old[1:]])
-        else:
-            variables.set(name, (old or "") + text)
+    def _output(self, text: str) -> str | None:
+        """Return what a command substitution prints, None if that is not known."""
+        if self.depth >= MOST_DEPTH:
+            return None
+        try:
+            node = parse(text)
+        except UserError:
+            return None
+        saved = self.variables.saved()
+        outer = self.printed, self.script, self.builtins.lines
+        self.printed, self.script, self.builtins.lines = _Printed(), Script(), None
+        self.depth += 1
+        try:
+            self.run(node)
+        except _Returned:
+            pass
+        self.depth -= 1
+        found, commands = self.printed, self.script.commands
+        self.printed, self.script, self.builtins.lines = outer
+        self.variables.restore(saved)
+        if commands or not found.is_certain:
+            return None
+        return "".join(found.texts).rstrip("\n")
+
+    def _read_text(self, source: Token | None) -> str | None:
+        """Return what a redirection gives to read, None if that is not known."""
+        if source is None or source.kind == "file":
+            return None
+        if source.kind == "literal":
+            return source.text
+        if source.kind == "here":
+            return document(source.text, self.variables)
+        return joined(source.text, self.variables)
 
     def _call(self, body: Node, arguments: list[str]) -> bool | None:
         if self.depth >= MOST_DEPTH:
             return None
         saved, self.variables.positional = self.variables.positional, arguments
         self.depth += 1
-        status = self.run(body)
+        self.assignments.locals.append({})
+        try:
+            status = self.run(body)
+        except _Returned:
+            status = None
         self.depth -= 1
         self.variables.positional = saved
+        for name, value in self.assignments.locals.pop().items():
+            if value is None:
+                self.variables.unset(name)
+            else:
+                self.variables.set(name, value)
         return status
+
+    def _eval(self, text: str, line: int) -> bool | None:
+        if ATOM.fullmatch(text.strip()) and self.variables.show(text).startswith("$("):
+            self._not_read(f"eval {self.variables.show(text)}")
+            return None
+        return self._nested(text, line)
+
+    def _not_read(self, what: str) -> None:
+        self.script.notes.append(f"not read: {what}")
+        self.variables.anything_may_be_set = True
 
     def _nested(self, text: str, line: int) -> bool | None:
         """Read a text as a script of its own, with the variables of this one."""
@@ -351,21 +469,12 @@ class _Reader:
         found[before:] = [Command(c.words, line, c.environment) for c in found[before:]]
         return None
 
-    def _inner_script(self, words: Sequence[str]) -> str:
-        """Return the script that a shell is started with, as in ``srun bash -c '...'``."""
-        for place, word in enumerate(words[:-1]):
-            is_shell = place > 0 and words[place - 1].rpartition("/")[2] in SHELLS
-            if re.fullmatch(r"-[a-z]*c", word) and (is_shell or words[place - 1].startswith("-")):
-                return words[place + 1]
-        return ""
-
     def _reads_script(self, words: Sequence[str]) -> bool:
         return words[0].rpartition("/")[2] in (*SHELLS, "sbatch") or words[-1] in SHELLS
 
-    def _wrap(self, before: int, words: list[str], inner: str, own: Mapping[str, str]) -> None:
+    def _wrap(self, before: int, words: Sequence[str], own: Mapping[str, str]) -> None:
         """Put what starts an inner script before the words of its commands."""
-        outer = words[: words.index(inner)] if inner in words else words
-        outer = [word for word in outer if word.rpartition("/")[2] not in SHELLS]
+        outer = [word for word in words if word.rpartition("/")[2] not in SHELLS]
         prefix = tuple(self.variables.show(word) for word in outer if word != "-c")
         found = self.script.commands
         found[before:] = [
@@ -376,90 +485,6 @@ class _Reader:
         path = words[0] if words else ""
         place = (self.folder or Path()) / path
         if not path or ATOM.search(path) or not place.is_file():
-            self.script.notes.append(f"not read: source {self.variables.show(path)}")
+            self._not_read(f"source {self.variables.show(path)}")
             return None
         return self._nested(place.read_text(encoding="utf-8", errors="replace"), 0)
-
-    def _condition(self, raw: Sequence[str], patterns: bool) -> bool | None:
-        """Return the value of a test, None if it hangs on something unknown."""
-        for joint, whole in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
-            if joint in raw:
-                at = list(raw).index(joint)
-                parts = [self._condition(p, patterns) for p in (raw[:at], raw[at + 1 :])]
-                decisive = whole is any
-                if decisive in parts:
-                    return decisive
-                return None if None in parts else not decisive
-        if raw and raw[0] == "!":
-            status = self._condition(raw[1:], patterns)
-            return None if status is None else not status
-        if raw and raw[0] == "(" and raw[-1] == ")":
-            return self._condition(raw[1:-1], patterns)
-        if len(raw) == 2 and raw[0].startswith("-") and raw[0] not in ("-z", "-n"):
-            return None  # a question about a file
-        words = [self.variables.emptied(joined(word, self.variables)) for word in raw]
-        if any(word is None for word in words):
-            return None
-        return _test([word for word in words if word is not None], patterns)
-
-
-def _matters(node: Node) -> bool:
-    """Return whether a branch could change a launch: it assigns, or runs something."""
-    match node:
-        case Simple():
-            return any(ASSIGNMENT.match(word) or ".py" in word for word in node.words)
-        case Sequence_():
-            return any(_matters(part) for _, part in node.parts)
-        case Not() | For() | While():
-            return _matters(node.body)
-        case If() | Case():
-            return any(_matters(body) for _, body in node.branches)
-    return False
-
-
-def _text(node: Node | None) -> str:
-    """Return a condition about as it was written."""
-    match node:
-        case Simple() | Test():
-            return " ".join(node.words)
-        case Not():
-            return f"! {_text(node.body)}"
-        case Arithmetic():
-            return f"(({node.text}))"
-        case Sequence_():
-            return "".join(
-                f" {joint} " * (i > 0) + _text(p) for i, (joint, p) in enumerate(node.parts)
-            )
-    return "a condition"
-
-
-def _test(words: Sequence[str], patterns: bool) -> bool | None:
-    """Return the value of a test of known words."""
-    numbers: Mapping[str, Callable[[int, int], bool]] = {
-        "-eq": lambda a, b: a == b,
-        "-ne": lambda a, b: a != b,
-        "-lt": lambda a, b: a < b,
-        "-le": lambda a, b: a <= b,
-        "-gt": lambda a, b: a > b,
-        "-ge": lambda a, b: a >= b,
-    }
-    match words:
-        case ["-z", text]:
-            return text == ""
-        case ["-n", text] | [text] if text != "-z":
-            return text != ""
-        case [left, "=" | "==", right]:
-            return fnmatch.fnmatchcase(left, right) if patterns else left == right
-        case [left, "!=", right]:
-            return not (fnmatch.fnmatchcase(left, right) if patterns else left == right)
-        case [left, sign, right] if sign in numbers:
-            try:
-                return numbers[sign](int(left), int(right))
-            except ValueError:
-                return None
-        case [left, "=~", right]:
-            try:
-                return re.search(right, left) is not None
-            except re.error:
-                return None
-    return None

@@ -2,8 +2,8 @@
 
 Words keep their quotes and expansions; `shell_words` expands them. Understood are simple commands
 with assignments and arrays, lists with ``&& || ; & |``, ``if``, ``for``, ``while``, ``until``,
-``case``, functions, groups, ``[[ ]]``, ``(( ))``, comments, continued lines and here-documents.
-Redirections are dropped.
+``case``, functions, groups, ``[[ ]]``, ``(( ))``, comments, continued lines and here-documents. Of
+redirections stays what a command or a loop reads, and that its output goes elsewhere.
 """
 
 import re
@@ -16,11 +16,18 @@ OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "(", ")", "\n")
 REDIRECTION = re.compile(r"(\d*|&)(<<<|<<-?|<>|>>|>\||[<>]&?)")
 ARRAY_START = re.compile(r"[A-Za-z_]\w*\+?=$")
 CLOSERS = {"(": ")", "{": "}"}
+INPUTS = ("here", "literal", "string", "file")
+REDIRECTED = ("output", *INPUTS)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Token:
-    """A word, an operator, an arithmetic command or the text of a here-document."""
+    """A word, an operator, an arithmetic command or a redirection.
+
+    Kinds of redirections: ``here`` and ``literal`` are here-documents, the latter with a quoted
+    delimiter; ``string`` is the word of ``<<<``; ``file`` is any other input; ``output`` says that
+    the standard output goes elsewhere.
+    """
 
     kind: str
     text: str
@@ -29,11 +36,14 @@ class Token:
 
 @dataclass
 class Simple:
-    """A command with its words, assignments first; ``here`` is the text it reads."""
+    """A command with its words, assignments first."""
 
     words: list[str]
     line: int
-    here: str = ""
+    input: Token | None = None
+    """What it reads."""
+    is_redirected: bool = False
+    """Its output goes elsewhere."""
 
 
 @dataclass
@@ -89,6 +99,9 @@ class While:
 
     condition: "Node"
     body: "Node"
+    line: int
+    input: Token | None = None
+    """What it reads."""
 
 
 @dataclass
@@ -135,7 +148,7 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
-        self.waiting: list[tuple[str, bool]] = []
+        self.waiting: list[tuple[Token, str, bool]] = []
 
     @property
     def line(self) -> int:
@@ -162,7 +175,7 @@ class _Scanner:
             self.at = closing(text, self.at + 1) + 1
             yield Token("word", "/dev/fd/63", line)
         elif (match := REDIRECTION.match(text, self.at)) is not None:
-            self._redirection(match)
+            yield from self._redirection(match)
         elif (
             operator := next((o for o in OPERATORS if text.startswith(o, self.at)), None)
         ) is None:
@@ -171,20 +184,30 @@ class _Scanner:
         else:
             self.at += len(operator)
             if operator == "\n":
-                for delimiter, strips in self.waiting:
-                    here, self.at = _here(text, self.at, delimiter, strips)
-                    yield Token("here", here, line)
+                for here, delimiter, strips in self.waiting:
+                    here.text, self.at = _here(text, self.at, delimiter, strips)
                 self.waiting = []
             yield Token("operator", operator, line)
 
-    def _redirection(self, match: re.Match[str]) -> None:
+    def _redirection(self, match: re.Match[str]) -> Iterator[Token]:
+        line, sign = self.line, match[2]
         self.at = _skip_blanks(self.text, match.end())
+        word = ""
         if self.text.startswith(("<(", ">("), self.at):
             self.at = closing(self.text, self.at + 1) + 1
-            return
-        word, self.at = _word(self.text, self.at)
-        if match[2] in ("<<", "<<-"):
-            self.waiting.append((re.sub(r"['\"\\]", "", word), match[2] == "<<-"))
+        else:
+            word, self.at = _word(self.text, self.at)
+        if sign in ("<<", "<<-"):
+            delimiter = re.sub(r"['\"\\]", "", word)
+            here = Token("here" if delimiter == word else "literal", "", line)
+            self.waiting.append((here, delimiter, sign == "<<-"))
+            yield here  # its text follows on the next lines
+        elif sign == "<<<":
+            yield Token("string", word, line)
+        elif sign[0] == ">" and match[1] in ("", "1", "&"):
+            yield Token("output", word, line)
+        elif sign[0] == "<" and match[1] in ("", "0"):
+            yield Token("file", word, line)
 
 
 def closing(text: str, at: int) -> int:
@@ -329,28 +352,34 @@ class _Parser:
             self.at += 1
             return Not(self._command())
         if token.text in compound:
-            return compound[token.text]()
+            return self._redirected(compound[token.text]())
         following = self.found[self.at + 1 : self.at + 3]
         if [t.text for t in following] == ["(", ")"]:
             return self._function()
         return self._simple()
 
     def _simple(self) -> Simple:
-        first = self._here()
+        start, first = self.at, self._here()
         command = Simple([], first.line)
-        while self.at < len(self.found) and self._here().kind == "word":
-            command.words.append(self._take().text)
-        # The text of a here-document stands after the rest of the line.
-        place = self.at
-        while place < len(self.found) and self.found[place].text != "\n":
-            if self.found[place].kind == "here":
-                command.here = self.found[place].text
-            place += 1
-        if self._here().kind == "here":
-            self.at += 1
-        elif not command.words:
+        while self.at < len(self.found) and self._here().kind in ("word", *REDIRECTED):
+            token = self._take()
+            if token.kind == "word":
+                command.words.append(token.text)
+            elif token.kind == "output":
+                command.is_redirected = True
+            else:
+                command.input = token
+        if self.at == start:
             raise UserError(f"line {first.line}: unexpected {first.text!r}")
         return command
+
+    def _redirected(self, node: Node) -> Node:
+        """Take the redirections behind a block; a loop keeps what it reads."""
+        while self.at < len(self.found) and self._here().kind in REDIRECTED:
+            token = self._take()
+            if isinstance(node, While) and token.kind in INPUTS:
+                node.input = token
+        return node
 
     def _group(self, end: str) -> Node:
         self.at += 1
@@ -397,12 +426,13 @@ class _Parser:
         return For(token.text, words, body)
 
     def _while(self) -> Node:
+        line = self._here().line
         negates = self._take().text == "until"
         condition: Node = self._list(("do",))
         self._take("do")
         body = self._list(("done",))
         self._take("done")
-        return While(Not(condition) if negates else condition, body)
+        return While(Not(condition) if negates else condition, body, line)
 
     def _case(self) -> Node:
         line = self._take("case").line

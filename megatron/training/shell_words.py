@@ -2,48 +2,28 @@
 
 What is not known (a variable that the script takes from its environment, the output of a command)
 stays as one atom, which no splitting tears apart and `Variables.show` writes as the script does:
-``$NAME``, ``$(command)``, ``$((A * B))``.
+``$NAME``, ``$(command)``, ``$((A * B))``. A variable that nothing sets is told apart from one that
+a command, a file or the keyboard sets: only the former is nothing.
 """
 
-import ast
 import fnmatch
-import operator
-import os.path
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from megatron.core.utils import UserError
+from megatron.training.shell_arithmetic import Unknown, evaluated
 from megatron.training.shell_syntax import closing, tokens
 
-Value = str | list[str]
+Value = str | list[str] | dict[str, str]
 OPEN, CLOSE = "\ue000", "\ue001"
 ATOM = re.compile(f"{OPEN}(\\d+){CLOSE}")
 NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
+INDIRECT = re.compile(r"!([A-Za-z_]\w*)(\[[@*]\])?")
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 PARAMETER = re.compile(
     r"(?P<length>#?)(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>[^]]*)\])?"
 )
-BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: lambda a, b: int(a / b) if abs(a) < 2**52 else a // b,
-    ast.Mod: lambda a, b: a - b * int(a / b),
-    ast.Pow: operator.pow,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-}
-COMPARE: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-
-
-class Unknown(Exception):
-    """A value hangs on something that is not known."""
 
 
 class Variables:
@@ -57,6 +37,16 @@ class Variables:
         self.positional: list[str] = []
         self.assumed_empty: dict[str, None] = {}
         """Unset variables that a condition asked about."""
+        self.unknown: dict[str, str] = {}
+        """What something unread sets, variables and ``$(command)``, and by what name to give it."""
+        self.may_be_set: set[str] = set()
+        """Variables that a branch sets of which nobody knows whether it is taken."""
+        self.anything_may_be_set = False
+        """A file or a command that cannot be read may have set any variable."""
+        self.assigned: Counter[str] = Counter()
+        """How often the script assigns each variable."""
+        self.output: Callable[[str], str | None] = lambda _: None
+        """Returns what a command substitution prints, None if that is not known."""
 
     def get(self, name: str) -> Value | None:
         """Return a variable's value, None if nothing sets it."""
@@ -69,10 +59,39 @@ class Variables:
             return known[int(name) - 1] if 0 < int(name) <= len(known) else None
         return self._values.get(name)
 
-    def set(self, name: str, value: Value) -> None:
-        """Assign, unless the user gave the value."""
-        if name not in self.fixed:
+    def set(self, name: str, value: Value, *, appends: bool = False) -> None:
+        """Assign, unless the user gave the value.
+
+        What the user gives stands in for what the script does not set, so that it may be added to.
+        """
+        if name not in self.fixed or (appends and not self.assigned[name]):
             self._values[name] = value
+
+    def set_unknown(self, name: str, *, is_array: bool = False) -> None:
+        """Assign what is not known, unless the user gave the value."""
+        if name not in self.fixed:
+            atom = self.atom(f"${name}")
+            self._values[name] = [atom] if is_array else atom
+            self.unknown[name] = name
+
+    def absent(self, name: str, source: str) -> str:
+        """Return the atom of a variable without a value; one that nothing sets is nothing."""
+        if self.anything_may_be_set or name in self.may_be_set:
+            self.unknown[name] = name
+        return self.atom(source)
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what a subshell cannot change; `restore` takes it back."""
+        return {
+            "_values": dict(self._values),
+            "assigned": self.assigned.copy(),
+            "unknown": dict(self.unknown),
+            "positional": self.positional,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Forget what a subshell did."""
+        self.__dict__.update(saved)
 
     def unset(self, name: str) -> None:
         """Forget a variable, unless the user gave it."""
@@ -93,7 +112,7 @@ class Variables:
         """Return a text for a condition: unset variables are empty; None if more is unknown."""
         for number in ATOM.findall(text):
             source = self._atoms[int(number)]
-            if not re.fullmatch(r"\$\w+", source):
+            if not re.fullmatch(r"\$\w+", source) or source[1:] in self.unknown:
                 return None
             self.assumed_empty[source] = None
         return ATOM.sub("", text)
@@ -143,6 +162,33 @@ def array(raw: str, variables: Variables) -> list[str]:
     return found
 
 
+def pattern(raw: str, variables: Variables) -> str:
+    """Return a word as a pattern of `fnmatch`, where quoted characters stand for themselves."""
+    return "".join(
+        re.sub(r"([*?[])", r"[\1]", text) if quoted else text
+        for text, quoted in _pieces(raw, variables)
+    )
+
+
+def document(text: str, variables: Variables) -> str:
+    """Return the text of a here-document."""
+    return "".join(part.replace("\0", " ") for part, _ in _in_quotes(text, variables))
+
+
+def unescaped(text: str) -> str:
+    """Return a text as ``$'...'``, ``echo -e`` and ``printf`` read it."""
+    return re.sub(r"\\([ntr\\'\"])", lambda match: ESCAPES[match[1]], text)
+
+
+def table(raw: str, variables: Variables) -> dict[str, str]:
+    """Return the elements of ``([key]=value ...)``."""
+    found = {}
+    for token in tokens(raw[1:-1]):
+        if match := re.fullmatch(r"\[(.*?)\]=(.*)", token.text, re.DOTALL):
+            found[joined(match[1], variables)] = joined(match[2], variables)
+    return found
+
+
 def arithmetic(text: str, variables: Variables) -> int:
     """Return the value of an arithmetic expression.
 
@@ -156,31 +202,7 @@ def arithmetic(text: str, variables: Variables) -> int:
         return str(known) if isinstance(known, str) and known else "?"
 
     filled = re.sub(r"(?<![\w])[A-Za-z_]\w*", value, filled)
-    filled = filled.replace("&&", " and ").replace("||", " or ")
-    filled = re.sub(r"!(?!=)", " not ", re.sub(r"(?<!/)/(?!/)", "//", filled))
-    filled = re.sub(r"\b0+(?=\d)", "", filled)
-    try:
-        return _evaluated(ast.parse(filled.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, ValueError) as error:
-        raise Unknown(text) from error
-
-
-def _evaluated(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        return BINARY[type(node.op)](_evaluated(node.left), _evaluated(node.right))
-    if isinstance(node, ast.UnaryOp):
-        inner = _evaluated(node.operand)
-        signs = {ast.Not: int(not inner), ast.USub: -inner, ast.UAdd: inner, ast.Invert: ~inner}
-        return signs[type(node.op)]
-    if isinstance(node, ast.BoolOp):
-        values = [bool(_evaluated(value)) for value in node.values]
-        return int(all(values) if isinstance(node.op, ast.And) else any(values))
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARE:
-        right = _evaluated(node.comparators[0])
-        return int(COMPARE[type(node.ops[0])](_evaluated(node.left), right))
-    raise Unknown(ast.dump(node))
+    return evaluated(filled)
 
 
 def _pieces(raw: str, variables: Variables) -> Iterator[tuple[str, str]]:
@@ -227,8 +249,12 @@ def _in_quotes(text: str, variables: Variables) -> Iterator[tuple[str, str]]:
             yield text[at + 1 : at + 2].strip("\n"), "quoted"
             at += 2
         elif text[at] in "$`":
+            start = at
             value, at = _expansion(text, at, variables)
-            if isinstance(value, list):
+            if isinstance(value, list) and re.match(r"\$(\*|\{(\*|\w+\[\*))", text[start:at]):
+                between = variables.get("IFS")
+                yield (between[:1] if isinstance(between, str) else " ").join(value), "quoted"
+            elif isinstance(value, list):
                 yield "\0".join(value), "several"
             else:
                 yield value, "quoted"
@@ -240,7 +266,7 @@ def _in_quotes(text: str, variables: Variables) -> Iterator[tuple[str, str]]:
             at = end
 
 
-def _expansion(text: str, at: int, variables: Variables) -> tuple[Value, int]:
+def _expansion(text: str, at: int, variables: Variables) -> tuple[str | list[str], int]:
     """Return the value of the expansion at ``at``, and where it ends."""
     if text[at] == "`":
         end = closing(text, at)
@@ -261,42 +287,50 @@ def _expansion(text: str, at: int, variables: Variables) -> tuple[Value, int]:
         return _parameter(text[at + 2 : end], variables), end + 1
     if text.startswith("$'", at):
         end = closing(text, at + 1)
-        return text[at + 2 : end], end + 1
+        return unescaped(text[at + 2 : end]), end + 1
     match = NAME.match(text, at + 1)
     if match is None:
         return "$", at + 1
     return _value(match[0], variables), match.end()
 
 
-def _value(name: str, variables: Variables) -> Value:
+def _value(name: str, variables: Variables) -> str | list[str]:
     value = variables.get(name)
     if value is None:
-        return variables.atom(f"${name}")
-    if isinstance(value, list) and name not in "@*":
-        return value[0] if value else ""
-    return value
+        return variables.absent(name, f"${name}")
+    if isinstance(value, list) and name in "@*":
+        return value
+    return _first(value)
 
 
-def _parameter(inside: str, variables: Variables) -> Value:
+def _first(value: Value) -> str:
+    """Return what an array is where one value is asked for."""
+    if isinstance(value, dict):
+        return value.get("0", "")
+    return value if isinstance(value, str) else (value[0] if value else "")
+
+
+def _parameter(inside: str, variables: Variables) -> str | list[str]:
     """Return the value of ``${inside}``."""
     source = f"${{{inside}}}"
+    if indirect := INDIRECT.fullmatch(inside):
+        return _indirect(indirect[1], bool(indirect[2]), source, variables)
     match = PARAMETER.match(inside)
     if match is None:
         return variables.atom(source)
     name, rest = match["name"], inside[match.end() :]
-    value = variables.get(name)
-    if match["index"] is not None:
-        value = _element(value, match["index"], variables)
-    elif isinstance(value, list) and name not in "@*":
-        value = value[0] if value else ""
+    value = _chosen(name, match["index"], variables)
     if match["length"] and value is not None:
-        return str(len(value))
-    if rest[:1] in (":", "-", "+", "=", "?") and not re.match(r":\s*[\d$(]", rest):
-        return _default(name, value, rest, variables)
+        return variables.atom(source) if ATOM.search("".join(value)) else str(len(value))
+    if rest[:1] in (":", "-", "+", "=", "?") and not re.match(r":(?![-+=?])", rest):
+        return _default(name, value, rest, source, variables)
     if value is None:
-        return variables.atom(f"${name}" if not rest else source)
+        return variables.absent(name, f"${name}" if not rest else source)
     if not rest:
         return value
+    if isinstance(value, list) and rest[0] == ":":
+        part = _slice(value, rest, name in "@*", variables)
+        return variables.atom(source) if part is None else part
     changed = [
         _changed(item, rest, variables) for item in ([value] if isinstance(value, str) else value)
     ]
@@ -306,10 +340,45 @@ def _parameter(inside: str, variables: Variables) -> Value:
     return known[0] if isinstance(value, str) else known
 
 
-def _element(value: Value | None, index: str, variables: Variables) -> Value | None:
-    if value is None:
+def _chosen(name: str, index: str | None, variables: Variables) -> str | list[str] | None:
+    """Return the value, or the elements, that ``name`` or ``name[index]`` means."""
+    found = variables.get(name)
+    if found is None or (isinstance(found, list) and name in "@*"):
+        return found
+    return _first(found) if index is None else _element(name, found, index, variables)
+
+
+def _indirect(name: str, is_array: bool, source: str, variables: Variables) -> str | list[str]:
+    """Return ``${!name}``, the value of the variable that is named, or an array's keys."""
+    value = variables.get(name)
+    if is_array and isinstance(value, list | dict):
+        return list(value) if isinstance(value, dict) else list(map(str, range(len(value))))
+    if not isinstance(value, str) or is_array or not re.fullmatch(r"[A-Za-z_]\w*", value):
+        return variables.absent(name, source)
+    return _value(value, variables)
+
+
+def _slice(
+    items: list[str], rest: str, is_positional: bool, variables: Variables
+) -> list[str] | None:
+    """Return ``${items[@]:offset:length}``; None if the numbers are not known."""
+    try:
+        start, *length = [arithmetic(part, variables) for part in rest[1:].split(":")]
+    except Unknown:
         return None
+    if is_positional:
+        items = ["bash", *items]  # the name of the script is the one before the first
+    return items[start:][: length[0]] if length else items[start:]
+
+
+def _element(name: str, value: Value, index: str, variables: Variables) -> str | list[str] | None:
+    if isinstance(value, dict):
+        if index in ("@", "*"):
+            return list(value.values())
+        return value.get(joined(index, variables))
     items = [value] if isinstance(value, str) else value
+    if isinstance(value, str) and name in variables.fixed:
+        items = value.split()  # given as text
     if index in ("@", "*"):
         return items
     try:
@@ -318,18 +387,22 @@ def _element(value: Value | None, index: str, variables: Variables) -> Value | N
         return None
 
 
-def _default(name: str, value: Value | None, rest: str, variables: Variables) -> Value:
+def _default(
+    name: str, value: str | list[str] | None, rest: str, source: str, variables: Variables
+) -> str | list[str]:
     """Return ``${name:-word}`` and its relatives."""
     needs_text = rest.startswith(":")
     action, word = rest[needs_text : needs_text + 1], rest[needs_text + 1 :]
     present = value is not None and not (needs_text and value in ("", []))
+    if value is None and (action in "?+" or not word):
+        atom = variables.absent(name, f"${name}" if action == "?" else source)
+        if action == "?" or name in variables.unknown:
+            return atom
     if action == "+":
         return joined(word, variables) if present else ""
     if present:
         assert value is not None
         return value
-    if action == "?":
-        return variables.atom(f"${name}")
     text = joined(word, variables)
     if action == "=":
         variables.set(name, text)
@@ -373,29 +446,9 @@ def _trimmed(value: str, pattern: str, side: str, greedy: bool) -> str:
 
 
 def _command(text: str, variables: Variables) -> str:
-    """Return the output of a command that only works on text, an atom for any other."""
-    source = variables.atom(f"$({' '.join(text.split())})")
-    try:
-        found = list(tokens(text))[:-1]
-    except UserError:
-        return source
-    if not found or any(token.kind != "word" for token in found):
-        return source
-    words = [word for token in found for word in fields(token.text, variables)]
-    if any(ATOM.search(word) for word in words):
-        return source
-    match words:
-        case ["echo", *rest]:
-            return " ".join(word for word in rest if word not in ("-n", "-e"))
-        case ["basename", path]:
-            return os.path.basename(path.rstrip("/"))
-        case ["basename", path, suffix]:
-            return os.path.basename(path).removesuffix(suffix)
-        case ["dirname", path]:
-            return os.path.dirname(path) or "."
-        case ["expr", left, sign, right]:
-            try:
-                return str(arithmetic(f"{left} {sign} {right}", variables))
-            except Unknown:
-                return source
-    return source
+    """Return the output of a command: the user's, else what it would print, else an atom."""
+    source = f"$({' '.join(text.split())})"
+    if source in variables.fixed:
+        return variables.fixed[source]
+    printed = variables.output(text)
+    return variables.atom(source) if printed is None else printed
