@@ -14,6 +14,7 @@ from megatron.core.utils import UserError
 
 OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "(", ")", "\n")
 REDIRECTION = re.compile(r"(\d*|&)(<<<|<<-?|<>|>>|>\||[<>]&?)")
+HERE = re.compile(r"<<(-?)[ \t]*(['\"\\]?)([\w.-]+)\2(?!\w)")
 ARRAY_START = re.compile(r"[A-Za-z_]\w*\+?=$")
 CLOSERS = {"(": ")", "{": "}"}
 INPUTS = ("here", "literal", "string", "file")
@@ -219,6 +220,7 @@ def closing(text: str, at: int) -> int:
     opener = text[at]
     closer = CLOSERS.get(opener, opener)
     place = at + 1
+    waiting: list[tuple[str, bool]] = []
     while place < len(text):
         character = text[place]
         if character == closer:
@@ -230,12 +232,35 @@ def closing(text: str, at: int) -> int:
                 place = closing(text, place + 1)
             elif character == "`":
                 place = closing(text, place)
-        elif opener in CLOSERS and (character in "'\"`" or character == opener):
-            place = closing(text, place)
-        elif opener in CLOSERS and character == "#" and text[place - 1] in " \t\n(":
-            place = _end_of_line(text, place) - 1
+        elif opener in CLOSERS:
+            place = _passed(text, place, opener, waiting)
         place += 1
     raise UserError(f"line {text.count(chr(10), 0, at) + 1}: {opener} is not closed")
+
+
+def _passed(text: str, place: int, opener: str, waiting: list[tuple[str, bool]]) -> int:
+    """Return the last place of what stands between brackets at ``place``.
+
+    Args:
+        text: the script.
+        place: where we are.
+        opener: the bracket around.
+        waiting: delimiters of here-documents that start on the next line, kept between calls.
+    """
+    character = text[place]
+    if character in "'\"`" or character == opener:
+        return closing(text, place)
+    if character == "#" and text[place - 1] in " \t\n(":
+        return _end_of_line(text, place) - 1
+    if opener == "(" and (match := HERE.match(text, place)) and text[place - 1] != "<":
+        waiting.append((match[3], bool(match[1])))
+        return match.end() - 1
+    if character == "\n":
+        end = place + 1
+        while waiting:
+            _, end = _here(text, end, *waiting.pop(0))
+        return end - 1
+    return place
 
 
 def _word(text: str, at: int) -> tuple[str, int]:

@@ -108,7 +108,7 @@ torchrun pretrain_gpt.py "$@" $*
     "what the script itself gives to read": """
 DATA=$(cat <<'YY'
 --data-path $literal "x"
-  two
+  it's two
 YY
 )
 N=3
