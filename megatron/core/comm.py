@@ -30,10 +30,6 @@ _recording: list[list["Call"]] = []
 _waiting: list[str] = []
 
 
-class PeerError(RuntimeError):
-    """Another rank has failed, and says so; the cause is there."""
-
-
 class Traffic:
     """Calls and payload bytes by (axis, collective)."""
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from megatron.core import comm
-from megatron.core.utils import UserError
+from megatron.core.utils import PeerError, UserError
 from megatron.training.health import RunFailed
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -69,7 +68,7 @@ def describe(error: BaseException) -> Failure:
         code = error.code if isinstance(error.code, int) else 1
         return Failure(f"SystemExit: {error.code}", stack, code, False)
     message = f"{type(error).__name__}: {error}"
-    lost = isinstance(error, comm.PeerError) or (
+    lost = isinstance(error, PeerError) or (
         isinstance(error, RuntimeError) and _in_communication(error.__traceback__)
     )
     late = lost and re.search(r"time[d ]*-?out", str(error), re.IGNORECASE) is not None
@@ -113,6 +112,8 @@ def end_children() -> None:
     a failure it would wait for them for ever. That they are killed here is no failure, as which
     torch's handler would report it.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
 

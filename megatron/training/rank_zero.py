@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from megatron.core import comm
 from megatron.core.mesh import Axis
-from megatron.core.utils import UserError
+from megatron.core.utils import PeerError, UserError
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def from_first(world: Axis, action: Callable[[], T]) -> T:
     known = problem
     if problem is not None and not isinstance(problem, UserError):
         # Not itself: there are exceptions that cannot be pickled.
-        known = comm.PeerError(f"rank {world.ranks[0]} failed: {type(problem).__name__}: {problem}")
+        known = PeerError(f"rank {world.ranks[0]} failed: {type(problem).__name__}: {problem}")
     result, raised = comm.broadcast_object((found, known), world)
     if world.coordinate == 0 and problem is not None:
         raise problem
