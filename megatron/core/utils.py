@@ -1,5 +1,6 @@
 """The few helpers that every package may use; nothing here imports torch."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,10 @@ class UserError(ValueError):
     """
 
 
+class PeerError(RuntimeError):
+    """Another rank has failed, and says so; the cause is there."""
+
+
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """Return the choices spelled most like ``word``, best first."""
     return get_close_matches(word, list(choices), n=count, cutoff=0.6)
@@ -31,6 +36,12 @@ def divide(numerator: int, denominator: int) -> int:
     """Return the exact quotient; a remainder is a bug."""
     assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
     return numerator // denominator
+
+
+def divisors(number: int) -> list[int]:
+    """Return every divisor in ascending order; meant for numbers below some 10**12."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def round_up(value: int, multiple: int) -> int:
