@@ -17,6 +17,7 @@ from megatron.training.config import RunConfig
 
 # Of the transformer's settings, those that weights do not depend on.
 CHANGEABLE = (
+    "mtp_loss_scaling_factor",
     "hidden_dropout",
     "attention_dropout",
     "rotary_seq_len_interpolation_factor",

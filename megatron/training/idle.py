@@ -41,6 +41,8 @@ def _idle(config: RunConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if config.model.attention.window_size is None:
         idle["window_attn_skip_freq"] = "no --window-size"
+    if not config.model.mtp.depths:
+        idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"
     if config.schedule.lr_decay_style != "WSD":
         names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         idle |= dict.fromkeys(names, f"--lr-decay-style is {config.schedule.lr_decay_style}")

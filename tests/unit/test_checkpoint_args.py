@@ -135,3 +135,13 @@ def test_a_first_start_takes_the_pretrained_checkpoint_or_the_flags_alone() -> N
     assert any("no checkpoint" in line for line in alone.reports)
     with pytest.raises(UserError, match="--num-layers"):
         parse(words.split(), stored_config=lambda folder, step: None)
+
+
+def test_the_weight_of_further_tokens_follows_the_flag_and_is_said() -> None:
+    checkpoint = stored("--position-embedding-type rope --mtp-num-layers 1")
+    run = resume("--mtp-loss-scaling-factor 0.3", checkpoint)
+    assert run.config.model.mtp.mtp_loss_scaling_factor == 0.3
+    line = "--mtp-loss-scaling-factor 0.3 (flag) replaces the checkpoint's 0.1"
+    assert line in run.reports
+    kept = resume("", {**checkpoint, "mtp_loss_scaling_factor": 0.7})
+    assert kept.config.model.mtp.mtp_loss_scaling_factor == 0.7

@@ -246,6 +246,7 @@ def test_heads_need_not_share_the_hidden_size() -> None:
     [
         ("--q-lora-rank 8 --mscale 0.7 --rope-type rope", "--q-lora-rank --mscale --rope-type"),
         ("--beta-fast 16", "--beta-fast"),
+        ("--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor"),
         ("--multi-latent-attention --q-lora-rank 8 --mscale 0.7 --rotary-base 500", ""),
         (
             "--multi-latent-attention --kv-channels 8 --add-qkv-bias --softmax-scale 2 "
