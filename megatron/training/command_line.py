@@ -5,14 +5,18 @@ stand for hyphens, and ``--flag=value`` for ``--flag value``. What the values me
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.core.config import Spec, spellings
 from megatron.core.utils import UserError, nearest
 from megatron.training.flag_status import Row
+
+LEAST_LIKENESS = 0.75
+"""Of a spelling that is worth naming; two words have 1 if they are the same."""
 
 Place = Literal["flag", "file"]
 
@@ -106,10 +110,21 @@ class Vocabulary:
         for flag in flags:
             name = normalise(flag)
             other = OTHER_NAMES.get(name)
-            close = [other] if other in self.targets else nearest(name, self.working)
-            close = close or nearest(name, self.targets)
+            close = [other] if other in self.targets else _close(name, self.working)
+            close = close or _close(name, self.targets)
             parts.append(f"{flag} (did you mean {' or '.join(close)}?)" if close else flag)
         return UserError(f"unknown flag{'s' * (len(parts) > 1)}: {', '.join(parts)}; see --help")
+
+
+def _close(name: str, choices: Iterable[str]) -> list[str]:
+    """Return the flags spelled like ``name``, as far as one may have mistyped it."""
+    bare = [choice.removeprefix("--") for choice in choices]
+    word = name.removeprefix("--")
+    return [
+        f"--{choice}"
+        for choice in nearest(word, bare)
+        if SequenceMatcher(None, choice, word).ratio() >= LEAST_LIKENESS
+    ]
 
 
 def normalise(flag: str) -> str:
@@ -144,7 +159,8 @@ def read_file(path: str, vocabulary: Vocabulary) -> list[Given]:
     A file that ``--dump-config`` wrote gives what was chosen, not what was derived from it.
 
     Raises:
-        UserError: the file cannot be read, or holds an unknown name.
+        UserError: the file cannot be read, holds an unknown name, names a file of its own, or gives
+            two values to one setting.
     """
     found: list[Given] = []
     unknown: list[str] = []
@@ -153,14 +169,40 @@ def read_file(path: str, vocabulary: Vocabulary) -> list[Given]:
         target = vocabulary.targets.get(flag)
         if target is None:
             unknown.append(str(key))
+        elif isinstance(target, Spec) and target.name == "config":
+            raise UserError(
+                f"--config {path}: {key} would name another file, which is not read; write its "
+                "settings into this one"
+            )
         elif value is not None:
             try:
                 found += _from_file(flag, value, target)
+                _check_once(found)
             except UserError as error:
                 raise UserError(f"--config {path}: {error}") from None
     if unknown:
         raise UserError(f"--config {path}: {vocabulary.unknown(unknown)}")
     return [replace(item, file=path) for item in found]
+
+
+def _check_once(found: Sequence[Given]) -> None:
+    """Refuse a last setting that an earlier one gives another value."""
+    if not found:
+        return
+    *earlier, last = found
+    for item in earlier:
+        if item.target is last.target and _meaning(item) != _meaning(last):
+            raise UserError(
+                f"{item.text} and {last.text} are the same setting with different values; "
+                "leave one out"
+            )
+
+
+def _meaning(item: Given) -> tuple[str, tuple[str, ...]]:
+    """Return what a setting asks for, whatever alias it is spelled by."""
+    spec = item.target
+    switches = () if isinstance(spec, Row) else (spec.negative or "", *spec.constants)
+    return item.flag if item.flag in map(normalise, switches) else "", tuple(map(str, item.values))
 
 
 def arity(target: Spec | Row, flag: str) -> str:
@@ -253,12 +295,12 @@ def load_file(path: str) -> Mapping[str, Any]:
         import yaml
 
         try:
-            content = yaml.load(text, Loader=_yaml_loader())
+            content = yaml.load(text, Loader=_yaml_loader(path))
         except yaml.YAMLError as error:
             raise UserError(f"--config {path}: not YAML: {error}") from None
     elif Path(path).suffix == ".json":
         try:
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=lambda pairs: _once(path, pairs))
         except json.JSONDecodeError as error:
             raise UserError(f"--config {path}: not JSON: {error}") from None
     else:
@@ -266,16 +308,18 @@ def load_file(path: str) -> Mapping[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"--config {path}: must hold names and values, not a {type(content)}")
+        raise UserError(
+            f"--config {path}: must hold names and values, not a {type(content).__name__}"
+        )
     return content
 
 
-def _yaml_loader() -> Any:
+def _yaml_loader(path: str) -> Any:
     """Return a safe loader that refuses numbers with a leading zero, which YAML takes as octal."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Numbers as people write them."""
+        """Numbers as people write them, and each name once."""
 
     def whole_number(loader: Any, node: Any) -> int:
         digits = node.value.lstrip("+-").replace("_", "")
@@ -286,8 +330,28 @@ def _yaml_loader() -> Any:
             )
         return int(loader.construct_yaml_int(node))
 
+    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        own = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+        content: dict[Any, Any] = loader.construct_mapping(node, deep=True)
+        _once(path, [tuple(loader.construct_object(part) for part in pair) for pair in own])
+        return content
+
     Loader.add_constructor("tag:yaml.org,2002:int", whole_number)
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     return Loader
+
+
+def _once(path: str, pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return names and values as a dict; a name with two values is refused."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found and found[name] != value:
+            raise UserError(
+                f"--config {path}: {name} stands there twice, with different values: "
+                f"{found[name]} and {value}; leave one out"
+            )
+        found[name] = value
+    return found
 
 
 def _leaves(content: Mapping[str, Any], vocabulary: Vocabulary) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, option, specs
 from megatron.core.utils import UserError
+from megatron.training import flag_status
 from megatron.training.arguments import ParsedRun, parse, parse_tool, run_main
+from megatron.training.command_line import Vocabulary, read_file
 from megatron.training.config import RunConfig
 
+VOCABULARY = Vocabulary(specs(RunConfig), flag_status.load())
 ROOT = Path(__file__).resolve().parents[2]
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -134,7 +137,22 @@ def test_the_table_of_other_flags_holds_for_files_too(tmp_path: Path) -> None:
         ("run.json", "{", "not JSON"),
         ("run.yaml", "a: [", "not YAML"),
         ("run.toml", "", "must end in"),
-        ("run.json", "[]", "names and values"),
+        ("run.json", "[]", "must hold names and values, not a list"),
+        ("run.yaml", "config: other.yaml", "config would name another file, which is not read"),
+        ("run.json", '{"yaml-cfg": "other.yaml"}', "yaml-cfg would name another file"),
+        (
+            "run.yaml",
+            "num_layers: 2\nnum-layers: 3",
+            "--num-layers 2 and --num-layers 3 are the same setting with different values",
+        ),
+        ("run.yaml", "a:\n  lr: 1\nlr: 2", "--lr 1 and --lr 2 are the same setting"),
+        ("run.yaml", "lr: 1\nlr: 2", "lr stands there twice, with different values: 1 and 2"),
+        ("run.json", '{"lr": 1, "lr": 2}', "lr stands there twice"),
+        (
+            "run.json",
+            '{"add_bias_linear": true, "disable_bias_linear": true}',
+            "are the same setting with different values",
+        ),
         ("run.json", '{"hiden_size": 3}', "--hidden-size"),
         ("run.json", '{"hidden_size": true}', "takes int"),
     ],
@@ -325,3 +343,35 @@ def test_words_before_the_first_flag_can_belong_to_a_field() -> None:
     assert parsed.config.prompt == "hello"
     with pytest.raises(UserError, match="before any flag"):
         parse_tool(["hello"], ToolConfig, "tool")
+
+
+def test_the_same_value_twice_in_a_file_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "lr: 0.5\nlr: 0.5\nmodel: &a {num_layers: 2, seed: 1}\nmore: {<<: *a, num-layers: 2}\n"
+    )
+    given = read_file(str(path), VOCABULARY)
+    layers, seed = ("--num-layers", (2,)), ("--seed", (1,))
+    assert sorted((item.flag, item.values) for item in given) == [
+        ("--lr", (0.5,)),
+        *[layers] * 3,
+        *[seed] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--hiden-size", "--hidden-size"),
+        ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
+        ("--seqlength", "--seq-length"),
+        ("--no-such-flag", ""),
+        ("--frobnicate", ""),
+        ("--fancy-new-optimizer", ""),
+        ("--use-wombats", ""),
+    ],
+)
+def test_only_spellings_that_are_near_are_named(flag: str, meant: str) -> None:
+    text = str(VOCABULARY.unknown([flag]))
+    assert meant in text and ("did you mean" in text) == bool(meant)
