@@ -78,9 +78,13 @@ def load_checkpoint(
             f"{folder} was saved without the optimizer's state; give --no-load-optim to start "
             "with a fresh one, or --finetune to start at iteration 0"
         )
-    schedule = run.schedule
-    if not fresh:
-        schedule = checkpoint_facts.follow(facts, run, schedule_config, say)
+    schedules = [run.schedule]
+
+    def follow() -> None:
+        """Choose the schedule, which is only worth a word where the weights fit."""
+        if not fresh:
+            schedules.append(checkpoint_facts.follow(facts, run, schedule_config, say))
+
     checkpoint_facts.compare(facts, run, mesh, say, fresh=fresh)
     with Checkpoint(folder, source.found.index) as checkpoint:
         try:
@@ -91,6 +95,7 @@ def load_checkpoint(
                 strictness=config.dist_ckpt_strictness,
                 set_aside=(RANDOM,) if with_optimizer else (RANDOM, OPTIMIZER),
                 verify=config.verify_integrity,
+                fits=follow,
             )
         except DamagedError as error:
             raise DamagedError(
@@ -118,7 +123,7 @@ def load_checkpoint(
         f"{human_bytes(report.bytes)} in {time.monotonic() - begin:.1f} s from {folder.name}, "
         f"hash {report.hash}"
     )
-    return Loaded(state, schedule, folder, report.hash, parts)
+    return Loaded(state, schedules[-1], folder, report.hash, parts)
 
 
 def _load_random(checkpoint: Checkpoint, mesh: Mesh, say: Say) -> bool:

@@ -474,6 +474,16 @@ def test_another_schedule_needs_a_word_and_shows_both_curves(tmp_path: Path) -> 
     assert Run(tmp_path, lr=0.2, finetune=True).load().schedule.lr == 0.2
 
 
+def test_other_shapes_are_said_before_another_schedule(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    run = Run(tmp_path, lr=0.2)
+    record = whole((5, 3), NORMAL, matrix=True)
+    run.model.matrix = run.model._make(record, (5, 3), torch.float32)
+    sharding.name_parameters(run.model)
+    with pytest.raises(UserError, match=r"matrix: float32 \[4, 3\], here float32 \[5, 3\]"):
+        run.load()
+
+
 def test_what_differs_from_the_checkpoint_is_said(tmp_path: Path) -> None:
     Run(tmp_path).train(2).save()
     same = Run(tmp_path).load()

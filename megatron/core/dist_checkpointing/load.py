@@ -12,7 +12,7 @@ flags have chosen, and the report says so; nothing else is ever converted.
 import math
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,6 +214,7 @@ def load(
     strictness: Strictness = "raise_all",
     set_aside: Sequence[str] = (),
     verify: bool = False,
+    fits: Callable[[], None] = lambda: None,
 ) -> LoadReport:
     """Fill every item from a checkpoint; a collective of ``world``.
 
@@ -224,6 +225,7 @@ def load(
         strictness: what to do with keys that have no partner.
         set_aside: beginnings of stored keys that are left out on purpose.
         verify: compare every checksum first (the ranks share the files).
+        fits: called on every rank once everything is known to fit, before anything is filled.
 
     Raises:
         CheckpointError: something does not fit or is damaged; nothing was filled.
@@ -255,6 +257,7 @@ def load(
             ("of another shape or type", _all([text for text in misfits if text], world)),
         ],
     )
+    fits()
     for item in items:
         source = chosen[item.key]
         if source is None:
