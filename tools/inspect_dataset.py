@@ -172,7 +172,10 @@ def _inspect_run(words: list[str]) -> int:
     if inspect.input:
         raise UserError(f"{' '.join(inspect.input)}: a run names its own files; give no PREFIX")
     tokenizer = build_tokenizer(run.tokenizer)
+    reader = data_trace.RunReader(run, tokenizer)
     wanted = list(inspect.sample)
+    for position in wanted:
+        reader.check(position)
     if inspect.iteration is not None:
         positions = data_trace.positions_of(run, inspect.iteration)
         skipped = inspect.iteration in run.training.iterations_to_skip
@@ -181,7 +184,6 @@ def _inspect_run(words: list[str]) -> int:
             + (", left out by --iterations-to-skip" if skipped else "")
         )
         wanted += positions
-    reader = data_trace.RunReader(run, tokenizer)
     for position in wanted:
         place = data_trace.place_of(run, position)
         print(

@@ -74,6 +74,7 @@ class Run:
 def read_metrics(lines: Iterable[str], run: Run, path: Path) -> None:
     """Read one JSON object per line; a later attempt replaces what it repeats."""
     attempt = last = None
+    others: list[int] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -81,8 +82,7 @@ def read_metrics(lines: Iterable[str], run: Run, path: Path) -> None:
             row = json.loads(line)
             iteration = int(row["iteration"])
         except (ValueError, KeyError, TypeError):
-            # A killed run leaves a torn line; anything else is worth knowing too.
-            print(f"{path}:{number}: not a metrics row, left out", file=sys.stderr)
+            others.append(number)  # a killed run leaves a torn line
             continue
         if row.get("split") == "valid":
             run.add("valid_loss", iteration, row.get("lm_loss"))
@@ -95,6 +95,9 @@ def read_metrics(lines: Iterable[str], run: Run, path: Path) -> None:
         for key, value in row.items():
             if key not in ("iteration", "attempt"):
                 run.add(key, iteration, value)
+    if others and run.series:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        print(f"{path}:{others[0]}{more}: not a metrics row, left out", file=sys.stderr)
 
 
 def read_log(lines: Iterable[str], run: Run) -> None:
@@ -313,7 +316,7 @@ def page(runs: list[Run]) -> str:
 class ReportConfig(Config):
     """What to draw."""
 
-    runs: tuple[str, ...] = option(metavar="RUN")
+    runs: tuple[str, ...] = option((), metavar="RUN")
     """Metrics files, folders that hold one, or logs; may also come first, without the flag."""
 
     name: tuple[str, ...] = option((), metavar="LABEL")
@@ -323,6 +326,11 @@ class ReportConfig(Config):
     """The page."""
 
     def __post_init__(self) -> None:
+        if not self.runs:
+            raise UserError(
+                "name what to draw: a metrics file (of --metrics-file), a folder that holds one, "
+                "or a training log"
+            )
         if len(self.name) > len(self.runs):
             raise UserError(f"--name gives {len(self.name)} labels for {len(self.runs)} runs")
 
@@ -335,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     config = parse_tool(argv, ReportConfig, PROGRAM, leading="runs").config
     check_file("--output", config.output)
+    if not Path(config.output).absolute().parent.is_dir():
+        raise UserError(f"--output {config.output}: there is no such folder; make it first")
     names = [*config.name, *config.runs[len(config.name) :]]
     try:
         runs = [read_run(Path(path), name) for path, name in zip(config.runs, names, strict=True)]

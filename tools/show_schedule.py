@@ -215,17 +215,37 @@ def page(timelines: Sequence[Timeline], settings: str) -> str:
     )
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse numbers that make no schedule.
+
+    Raises:
+        UserError: names the first of them.
+    """
+    for name in ("stages", "microbatches", "chunks", "group_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+    for name in ("forward", "backward", "backward_weight", "transfer"):
+        value = getattr(options, name)
+        if not 0 <= value < float("inf"):  # NaN fails too
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} ({value:g}) must be a time, which is not negative")
+    if options.backward_weight > options.backward:
+        raise UserError(
+            f"--backward-weight ({options.backward_weight:g}) is a part of --backward "
+            f"({options.backward:g}), and must not exceed it"
+        )
+    if options.forward == options.backward == 0:
+        raise UserError("--forward and --backward are both 0; give a time above 0 to one of them")
+
+
 def build(options: argparse.Namespace) -> list[Timeline]:
     """Return the timelines of the schedules that were asked for."""
     if options.backward_weight is None:
         options.backward_weight = options.backward / 2
     weight = options.backward_weight
     costs = (options.forward, options.backward - weight, weight, options.transfer)
-    if min(options.stages, options.microbatches) < 1 or min(costs) < 0 or max(costs[:3]) == 0:
-        raise UserError(
-            "--stages and --microbatches must be at least 1, costs not negative and not all 0, and "
-            f"--backward-weight ({weight:g}) at most --backward ({options.backward:g})"
-        )
+    check(options)
     schedules: list[Schedule] = []
     for name in options.schedules.split(","):
         if name not in SCHEDULES:

@@ -84,16 +84,24 @@ class RunReader:
             data_parallel_size=config.data_parallel_size,
         )
 
+    def check(self, position: int) -> None:
+        """Refuse a position that the run does not reach.
+
+        Raises:
+            UserError: it is negative, or the run ends before it.
+        """
+        if not 0 <= position < self.config.total_samples:
+            raise UserError(
+                f"--sample {position}: the run reads samples 0 to {self.config.total_samples - 1}"
+            )
+
     def read(self, position: int) -> Trace:
         """Return what stands at a position in the run.
 
         Raises:
             UserError: the run ends before it.
         """
-        if not 0 <= position < self.config.total_samples:
-            raise UserError(
-                f"--sample {position}: the run reads samples 0 to {self.config.total_samples - 1}"
-            )
+        self.check(position)
         return trace(self.dataset, self._order(position))
 
 

@@ -182,12 +182,15 @@ def test_a_sample_of_a_checkpoint_and_of_moved_files(
     assert "tokens more; --max-tokens shows them" in short
 
 
-def test_what_a_user_can_get_wrong(run: Callable[..., list[str]]) -> None:
+def test_what_a_user_can_get_wrong(
+    run: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     run(*BLEND.split())
     for words, message in (
         ("--iteration 7 --config run.json", "--iteration 7: the run has iterations 1 to 6"),
         ("--iteration 0 --config run.json", "--iteration 0: the run has iterations 1 to 6"),
         ("--sample 36 --config run.json", "--sample 36: the run reads samples 0 to 35"),
+        ("--sample 3 -1 --config run.json", "--sample -1: the run reads samples 0 to 35"),
         ("--iteration 1", "which run. Give --config FILE"),
         ("--iteration 1 --load nowhere", r"--load \(nowhere\) holds no checkpoint"),
         ("a --iteration 1 --config run.json", "before any flag|give no PREFIX"),
@@ -196,6 +199,7 @@ def test_what_a_user_can_get_wrong(run: Callable[..., list[str]]) -> None:
     ):
         with pytest.raises(UserError, match=message):
             inspect_dataset.main(words.split())
+        assert "===" not in capsys.readouterr().out
 
 
 def test_places_on_several_replicas() -> None:

@@ -58,7 +58,7 @@ def test_null_and_torn_rows_are_left_out(
 def test_a_page_of_two_runs_names_both_and_escapes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_metrics(tmp_path / f"{name}.jsonl", [{"iteration": i, "lm_loss": i} for i in (1, 2)])
-    output = tmp_path / "out" / "report.html"
+    output = tmp_path / "report.html"
     arguments = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--name", "<first>"]
     assert report.main([*arguments, "--output", str(output)]) == 0
     text = output.read_text()
@@ -85,3 +85,19 @@ def test_long_runs_keep_their_spikes() -> None:
     points[54_321] = (54_321, 99.0)
     thinned = report.thin(points)
     assert len(thinned) <= report.MOST_POINTS + 2 and (54_321, 99.0) in thinned
+
+
+def test_wrong_use_is_said_once_and_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="name what to draw: a metrics file.*or a training log"):
+        report.main([])
+    settings = tmp_path / "settings.json"
+    settings.write_text('{\n  "a": 1,\n  "b": 2\n}\n')
+    with pytest.raises(UserError, match="neither metrics rows nor training lines"):
+        report.main([str(settings), "--output", str(tmp_path / "r.html")])
+    assert capsys.readouterr().err == ""
+    write_metrics(tmp_path / "m.jsonl", [{"iteration": 1, "lm_loss": 2.0}])
+    with pytest.raises(UserError, match="there is no such folder"):
+        report.main([str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "out" / "r.html")])
+    assert not (tmp_path / "out").exists()
