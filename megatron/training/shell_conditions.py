@@ -73,6 +73,8 @@ def assigned_names(node: Node | None) -> Iterator[str]:
 
 
 def _assigned_by(words: Sequence[str]) -> Iterator[str]:
+    own = next((i for i, word in enumerate(words) if not ASSIGNMENT.match(word)), 0)
+    words = words[own:]  # IFS=, read ... sets IFS for read alone
     reads = bool(words) and words[0] in READING
     for word in words:
         if found := ASSIGNMENT.match(word):

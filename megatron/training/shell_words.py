@@ -448,7 +448,8 @@ def _trimmed(value: str, pattern: str, side: str, greedy: bool) -> str:
 def _command(text: str, variables: Variables) -> str:
     """Return the output of a command: the user's, else what it would print, else an atom."""
     source = f"$({' '.join(text.split())})"
-    if source in variables.fixed:
-        return variables.fixed[source]
+    given = variables.fixed.get(source, variables.fixed.get(source[2:-1]))
+    if given is not None:
+        return given
     printed = variables.output(text)
     return variables.atom(source) if printed is None else printed

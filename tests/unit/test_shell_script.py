@@ -334,7 +334,7 @@ def test_added_flags_stay_behind_a_given_value() -> None:
 
 def test_a_loop_over_what_is_not_known_is_followed_once() -> None:
     text = """
-while read -r host; do
+while IFS=, read -r host; do
     if grep -q x y; then F=1; fi
     ssh -p 22 $host "torchrun --nproc_per_node 2 pretrain_gpt.py --bf16"
 done < hosts
@@ -342,7 +342,9 @@ done < hosts
     script = read(text)
     launches = [x for x in (find(c.words) for c in script.commands) if x]
     assert [(x.sizes, x.flags) for x in launches] == [((1, 2), ("--bf16",))]
-    assert len(script.notes) == 2 and "line 2: what this loop reads is not known" in script.notes[1]
+    assert len(script.notes) == 2
+    assert script.notes[1].startswith("line 2: what this loop reads is not known")
+    assert script.notes[1].endswith("round; host, F may be given by --set")
 
 
 @pytest.mark.parametrize(
@@ -356,3 +358,9 @@ done < hosts
 )
 def test_commands_for_another_machine_are_launches(command: str) -> None:
     assert words_of(command) == ["--b", "c"]
+
+
+def test_a_command_is_given_as_it_stands_or_by_its_bare_text() -> None:
+    text = "python pretrain_gpt.py $(( $( nproc ) * 2 )) `cat x.txt`"
+    assert words_of(text, **{"$(nproc)": "8", "$(cat x.txt)": "--a b"}) == ["16", "--a", "b"]
+    assert words_of(text, nproc="8")[0] == "16"
