@@ -48,6 +48,12 @@ WHAT = {
     "zb-h1": "weight gradients fill the bubble",
     "zb-v": "two chunks per rank in a V",
 }
+MOST = {"stages": 128, "microbatches": 4096, "chunks": 64, "group_size": 4096}
+MOST_BOXES = 2**14
+"""Microbatches in all chunks of all ranks."""
+LONGEST = 1e100
+"""A time so long that sums of it may not be finite."""
+SUFFIXES = (".svg", ".html", ".htm")
 LEFT, PLOT, GAP, BARS, RIGHT = 62, 880, 36, 120, 40
 WIDTH = LEFT + PLOT + GAP + BARS + RIGHT
 ROW, HEAD, FOOT = 22, 46, 26
@@ -221,15 +227,21 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         UserError: names the first of them.
     """
-    for name in ("stages", "microbatches", "chunks", "group_size"):
+    for name, most in MOST.items():
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+        if value is not None and not 1 <= value <= most:
+            bound = "least 1" if value < 1 else f"most {most}"
+            raise UserError(f"--{name.replace('_', '-')} ({value}) must be at {bound}")
+    if options.stages * options.microbatches * options.chunks > MOST_BOXES:
+        raise UserError(
+            f"--stages ({options.stages}) x --microbatches ({options.microbatches}) x --chunks "
+            f"({options.chunks}) must be at most {MOST_BOXES}: nobody could see more"
+        )
     for name in ("forward", "backward", "backward_weight", "transfer"):
         value = getattr(options, name)
-        if not 0 <= value < float("inf"):  # NaN fails too
+        if not 0 <= value < LONGEST:  # NaN fails too
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} ({value:g}) must be a time, which is not negative")
+            raise UserError(f"{flag} ({value:g}) must be a time: a finite number, 0 or above")
     if options.backward_weight > options.backward:
         raise UserError(
             f"--backward-weight ({options.backward_weight:g}) is a part of --backward "
@@ -247,7 +259,8 @@ def build(options: argparse.Namespace) -> list[Timeline]:
     costs = (options.forward, options.backward - weight, weight, options.transfer)
     check(options)
     schedules: list[Schedule] = []
-    for name in options.schedules.split(","):
+    names = [name.strip() for name in options.schedules.split(",")]
+    for name in dict.fromkeys(names):
         if name not in SCHEDULES:
             raise UserError(f"--schedules: {name!r} is none of {', '.join(SCHEDULES)}")
         chunks = {"interleaved": options.chunks, "zb-v": 2}.get(name, 1)
@@ -287,6 +300,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("schedules.html"))
     options = parser.parse_args(argv)
     try:
+        suffix = options.output.suffix.lower()
+        if suffix not in SUFFIXES:
+            raise UserError(
+                f"--output {options.output}: the name must end in .svg, .html or .htm, which is "
+                "what is written"
+            )
         check_file("--output", options.output)
         timelines = build(options)
         settings = (
@@ -294,8 +313,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{options.forward:g}, backward {options.backward:g} (weight gradient "
             f"{options.backward_weight:g}), transfer {options.transfer:g}"
         )
-        alone = options.output.suffix == ".svg"
-        text = picture(timelines) if alone else page(timelines, settings)
+        text = picture(timelines) if suffix == ".svg" else page(timelines, settings)
         with atomic_path(options.output) as path:
             path.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:

@@ -50,6 +50,13 @@ def test_page_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--forward nan", "error: --forward (nan) must be a time"),
         ("--forward 0 --backward 0", "--forward and --backward are both 0"),
         ("--backward 1 --backward-weight 2", "--backward-weight (2) is a part of --backward (1)"),
+        ("--transfer inf", "error: --transfer (inf) must be a time"),
+        ("--backward inf", "error: --backward (inf) must be a time"),
+        ("--chunks 99999999", "error: --chunks (99999999) must be at most 64\n"),
+        ("--stages 500 --microbatches 1", "error: --stages (500) must be at most 128\n"),
+        ("--microbatches 99999999", "error: --microbatches (99999999) must be at most 4096\n"),
+        ("--stages 128 --microbatches 4096", "--stages (128) x --microbatches (4096)"),
+        ("--group-size 99999999", "--group-size (99999999) must be at most 4096\n"),
         ("--chunks 1", "2 or more"),
         ("--group-size 3", "--microbatch-group-size-per-virtual-pipeline-stage (3)"),
     ],
@@ -58,3 +65,23 @@ def test_refused(words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert tool.main([*words.split(), "--output", str(tmp_path / "x.svg")]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_is_written_as_what_its_name_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("x.png", "x", "x.pdf"):
+        assert tool.main(["--output", str(tmp_path / name)]) == 2
+        assert "the name must end in .svg, .html or .htm" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert tool.main(["--output", str(tmp_path / "x.SVG")]) == 0
+    assert (tmp_path / "x.SVG").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_a_schedule_named_twice_is_drawn_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--schedules", "zb-v,1f1b, zb-v", "--output", str(tmp_path / "x.svg")]
+    assert tool.main(words) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert names == ["zb-v", "1f1b"]
