@@ -47,6 +47,10 @@ from megatron.training.small_run import ITERATIONS, VOCABULARY, SmallRun
 from megatron.training.worker_pool import Pool, RankFailed
 
 PROGRAM = "verify_layout"
+MOST_OF_ALL = 64
+"""Processes: more make thousands of layouts."""
+LONGEST = 1e6
+"""Seconds."""
 WORKERS_KNOW = ("pretrain_gpt", "megatron.training.equality")
 
 
@@ -96,8 +100,12 @@ def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError("--layouts and --all both say what is checked; keep one")
     if options.all is not None and options.all < 2:
         raise UserError(f"--all ({options.all}) must be at least 2: layouts of 2 to N processes")
-    if not options.timeout > 0:
-        raise UserError(f"--timeout ({options.timeout:g}) must be above 0")
+    if options.all is not None and options.all > MOST_OF_ALL:
+        raise UserError(
+            f"--all ({options.all}) must be at most {MOST_OF_ALL}; name larger layouts by --layouts"
+        )
+    if not 0 < options.timeout <= LONGEST:
+        raise UserError(f"--timeout ({options.timeout:g}) must be above 0, and at most {LONGEST:g}")
     return options, rest
 
 

@@ -129,6 +129,18 @@ def check_at_least(config: Config, bound: int, *names: str) -> None:
             raise UserError(f"{flag_of(type(config), name)} ({value}) {limit}")
 
 
+def check_at_most(config: Config, bound: int, *names: str) -> None:
+    """Refuse fields of ``config`` whose value is above ``bound``; None passes.
+
+    Raises:
+        UserError: the first one that is.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > bound:
+            raise UserError(f"{flag_of(type(config), name)} ({value}) must be at most {bound:,}")
+
+
 def check_above(config: Config, bound: float, *names: str) -> None:
     """Refuse fields of ``config`` whose value is not above ``bound``; None passes.
 
@@ -204,7 +216,9 @@ class Spec:
         if isinstance(value, str) and value == "" and not self.may_be_empty:
             raise ValueError(f"{self.flag} is empty (an unset shell variable?)")
         if self.parse is not None:
-            return self.parse(value) if isinstance(value, str) else _tupled(value)
+            parsed = self.parse(value) if isinstance(value, str) else _tupled(value)
+            self._check_bits(parsed)
+            return parsed
         if self.count == "one":
             return self._convert_one(value)
         items = value if isinstance(value, list | tuple) else [value]
@@ -240,9 +254,16 @@ class Spec:
             raise ValueError(f"{self.flag} takes {self.base.__name__}, not {text!r}") from None
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"{self.flag} ({text}) must be a finite number")
-        if isinstance(number, int) and abs(number) > LARGEST:
-            raise ValueError(f"{self.flag} ({text}) does not fit into 64 bits")
+        self._check_bits(number)
         return number
+
+    def _check_bits(self, value: Any) -> None:
+        """Refuse whole numbers of more than 64 bits, wherever they stand in a value."""
+        if isinstance(value, tuple):
+            for item in value:
+                self._check_bits(item)
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"{self.flag} ({value}) does not fit into 64 bits")
 
 
 def specs(cls: type[Config]) -> dict[str, Spec]:

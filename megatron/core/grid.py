@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from megatron.core.config import Config, option
+from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
 
 
@@ -50,7 +50,21 @@ class Grid:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return every group along ``axes``: a partition of the world, by first rank."""
-        return sorted({self.peers(rank, *axes) for rank in range(self.world_size)})
+        others = [axis for axis in reversed(self.sizes) if axis not in axes]
+        steps = product(
+            *(range(0, self.sizes[a] * self._strides[a], self._strides[a]) for a in others)
+        )
+        return [self.peers(sum(step), *axes) for step in steps]
+
+    def divides_alike(self, axis: str, other: "Grid") -> bool:
+        """Return whether the groups along ``axis`` are those of another grid of the same world.
+
+        A group is ``size`` ranks that are ``stride`` apart, so both say all of it.
+        """
+        size = self.sizes[axis]
+        if size != other.sizes[axis]:
+            return False
+        return size == 1 or self._strides[axis] == other._strides[axis]
 
 
 class ParallelConfig(Config):
@@ -85,6 +99,17 @@ class ParallelConfig(Config):
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let experts be split as the dense layers are."""
         return {"expert_tensor_parallel_size": values["tensor_model_parallel_size"]}
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            self,
+            1,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
 
     @property
     def model_parallel_size(self) -> int:
@@ -141,7 +166,7 @@ class ParallelConfig(Config):
             dense = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
             expert = {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
         grids = Grid(dense), Grid(expert)
-        if grids[0].groups("pp") != grids[1].groups("pp"):
+        if not grids[0].divides_alike("pp", grids[1]):
             raise UserError(
                 f"--use-tp-pp-dp-mapping: --tensor-model-parallel-size ({tp}) x "
                 f"--context-parallel-size ({cp}) must be a multiple of "

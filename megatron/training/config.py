@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron.core.config import Config, check_at_least, option
+from megatron.core.config import Config, check_at_least, check_at_most, option
 from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.datasets.config import DataConfig
 from megatron.core.dist_checkpointing.strictness import Strictness
@@ -29,6 +29,8 @@ from megatron.training.process_config import ProcessConfig
 
 LARGEST_SEED = 2**32 - 1
 """What every random generator takes, numpy's too."""
+MOST_EVALUATED = 10_000_000
+"""Batches of an evaluation: the order of all of them is held in memory."""
 
 
 def parse_signal(text: str) -> int:
@@ -169,6 +171,7 @@ class ValidationConfig(Config):
                 f"--eval-iters ({self.eval_iters}) must be a number of batches, 0 for none or -1 "
                 "for the whole validation set"
             )
+        check_at_most(self, MOST_EVALUATED, "eval_iters")
         if self.eval_interval is not None and self.eval_interval < 1:
             raise UserError(
                 f"--eval-interval ({self.eval_interval}) must be at least 1; "

@@ -153,11 +153,6 @@ def check_layout(layout: ParallelConfig, world_size: int) -> None:
         UserError: a size, or the number of processes, means nothing here.
     """
     tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    if min(tensor, pipeline) < 1:
-        raise UserError(
-            f"--tensor-model-parallel-size ({tensor}) and --pipeline-model-parallel-size "
-            f"({pipeline}) must be at least 1"
-        )
     for flag, size, what in (
         ("--context-parallel-size", layout.context_parallel_size, "one token at a time is read"),
         ("--expert-model-parallel-size", layout.expert_model_parallel_size, "no model has experts"),

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from megatron.core.config import Origin
 from megatron.core.context_parallel.checks import check_heads, check_sequence
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.utils import UserError
+from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
-from megatron.training.wording import divisors, flag, listed, nearest_multiples, nearest_of
+from megatron.training.wording import flag, listed, nearest_multiples, nearest_of
 
+SHOWN = 24
+"""Sizes that a message lists."""
 Origins = Mapping[str, Origin]
 Rule = Callable[[RunConfig, Origins], None]
 
@@ -34,10 +36,7 @@ def world_holds_the_layout(config: RunConfig, origins: Origins) -> None:
     for names in (dense, expert):
         product = 1
         for name in names:
-            size = getattr(parallel, name)
-            if size < 1:
-                raise UserError(f"{flag(name)} ({size}) must be at least 1")
-            product *= size
+            product *= getattr(parallel, name)
         if world % product:
             factors = " x ".join(
                 f"{flag(name)} {getattr(parallel, name)} ({origins[name]})" for name in names
@@ -157,7 +156,9 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 def _smaller(world: int) -> str:
     if world == 1:
         return "leave these flags out"
-    return f"choose sizes whose product divides {world}: {listed(divisors(world))}"
+    fitting = divisors(world)
+    more = f" ... {world}" * (len(fitting) > SHOWN)
+    return f"choose sizes whose product divides {world}: {listed(fitting[:SHOWN])}{more}"
 
 
 def _how_to_start(processes: int) -> str:

@@ -50,6 +50,8 @@ OF_LAYERS = {
 """Settings that say how many layers a stage has."""
 MOST_PROCESSES = 16
 """Of a layout that nobody named."""
+LARGEST = 256
+"""Processes, or stages of a pipeline, of a layout that a tool tries on one machine."""
 NAMES = {
     name
     for owner in (ParallelConfig, PipelineConfig, ContextParallelConfig, DataParallelConfig)
@@ -118,7 +120,15 @@ def parse_layout(text: str, tool: str) -> Layout:
     values.update(_flags(words[flags:], tool))
     if values.get("cp_comm_type") == ("a2a+p2p",):
         values.setdefault("hierarchical_context_parallel_sizes", _two(values.get(SIZES["cp"], 1)))
-    return Layout(" ".join(shlex.quote(word) for word in words), replicas, values)
+    layout = Layout(" ".join(shlex.quote(word) for word in words), replicas, values)
+    stages = layout.size("pp") * layout.size("vpp")
+    for count, what in ((layout.world_size, "processes"), (stages, "stages")):
+        if count > LARGEST:
+            raise UserError(
+                f"--layouts: {text.strip()!r} has {count} {what}; at most {LARGEST} are tried on "
+                "one machine"
+            )
+    return layout
 
 
 def all_layouts(largest_world: int, num_layers: int) -> list[Layout]:
@@ -182,8 +192,8 @@ def _meaning(word: str) -> tuple[str, Any]:
         return SWITCHES[word]
     match = re.fullmatch(r"([a-z]+)(\d+)", word)
     if match is not None and match[1] in (*SIZES, "dp"):
-        if int(match[2]) < 1:
-            raise UserError(f"--layouts: {word}: a size must be at least 1")
+        if not 1 <= int(match[2][:10]) <= LARGEST:
+            raise UserError(f"--layouts: {word}: a size must be at least 1, and at most {LARGEST}")
         return SIZES.get(match[1], "dp"), int(match[2])
     known = [*(f"{name}N" for name in (*SIZES, "dp")), *SWITCHES]
     near = nearest(word, known, 1)

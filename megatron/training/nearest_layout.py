@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron.core.utils import UserError
+from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
 from megatron.training.layout_rules import Origins, Rule
-from megatron.training.wording import divisors, flag
+from megatron.training.wording import flag
 
 SIZES = (
     "tensor_model_parallel_size",
@@ -48,7 +48,7 @@ def nearest_layouts(config: RunConfig, origins: Origins, rules: Sequence[Rule]) 
 
 
 def _sizes(config: RunConfig) -> tuple[int, ...]:
-    return tuple(max(1, getattr(config.parallel, name)) for name in SIZES)
+    return tuple(getattr(config.parallel, name) for name in SIZES)
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[int, ...]]:

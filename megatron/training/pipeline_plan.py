@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.placement import Placement
-from megatron.core.pipeline_parallel.schedules import Action, Schedule
+from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.training.config import RunConfig
 
@@ -44,6 +44,8 @@ def alive(pipeline: PipelineConfig, placement: Placement, count: int) -> Sequenc
 
     Which of them is depends on what each chunk keeps; the others hold no more of anything.
     """
+    if pipeline.schedule_name(placement) == "gpipe":  # every forward comes before any backward
+        return ({Alive((count,), (0,))},) * placement.num_ranks
     schedule = pipeline.schedule(placement, _enough(pipeline, placement, count))
     return tuple(_peaks(actions, placement.num_chunks) for actions in schedule.actions)
 
@@ -82,10 +84,9 @@ def _enough(pipeline: PipelineConfig, placement: Placement, count: int) -> int:
     """Return as many microbatches as there need be to see all that ``count`` have to show.
 
     A steady state repeats itself with every group of an interleaved schedule, and with every
-    microbatch of another; GPipe has none, since its forwards come first.
+    microbatch of another. GPipe has none, but waits equally long for any number of them: until the
+    last rank turns from forwards to backwards.
     """
-    if pipeline.pipeline_schedule == "gpipe":
-        return count
     group = pipeline.microbatch_group_size_per_vp_stage or placement.num_ranks
     period = group if placement.num_chunks > 1 else 1
     enough = 2 * (placement.num_ranks + period)
@@ -103,9 +104,9 @@ CLOSED_FORMS: Mapping[str, tuple[str, float]] = {
 them) on p ranks of v chunks: how it is written, and its factor."""
 
 
-def closed_form(schedule: Schedule) -> tuple[str, float]:
-    """Return the formula of a schedule's bubble, and its value."""
-    text, factor = CLOSED_FORMS[schedule.name]
-    placement = schedule.placement
-    chunks = placement.num_chunks if schedule.name == "interleaved" else 1
-    return text, factor * (placement.num_ranks - 1) / (chunks * schedule.num_microbatches)
+def closed_form(pipeline: PipelineConfig, placement: Placement, count: int) -> tuple[str, float]:
+    """Return the formula of the bubble of ``count`` microbatches, and its value."""
+    name = pipeline.schedule_name(placement)
+    text, factor = CLOSED_FORMS[name]
+    chunks = placement.num_chunks if name == "interleaved" else 1
+    return text, factor * (placement.num_ranks - 1) / (chunks * count)

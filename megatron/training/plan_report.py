@@ -129,15 +129,14 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     placement, count = config.placement, pipeline_plan.microbatches(config)
     if placement.num_ranks == 1:
         return
-    schedule = config.pipeline.schedule(placement, count)
     which = "an" if config.batch_sizes.is_constant else "the largest"
     yield (
-        f"schedule {schedule.name}: {placement.num_ranks} ranks with {placement.num_chunks} "
-        f"stage{'s' * (placement.num_chunks > 1)} each, {count} "
+        f"schedule {config.pipeline.schedule_name(placement)}: {placement.num_ranks} ranks with "
+        f"{placement.num_chunks} stage{'s' * (placement.num_chunks > 1)} each, {count} "
         f"microbatch{'es' * (count > 1)} in {which} iteration"
     )
     if not config.training.skip_train:
-        text, value = pipeline_plan.closed_form(schedule)
+        text, value = pipeline_plan.closed_form(config.pipeline, placement, count)
         bubble = pipeline_plan.bubble(config.pipeline, placement, count)
         yield (
             f"bubble {bubble:.2%} of the work by simulation, {value:.2%} by the closed form {text} "

@@ -2,7 +2,10 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, check_at_least, option
+from megatron.core.config import Config, check_at_least, check_at_most, option
+
+MOST_PROCESSES = 10_000_000
+"""Of a planned run: a hundred times the largest ones."""
 
 
 class FlightRecorderConfig(Config):
@@ -71,3 +74,4 @@ class ProcessConfig(Config):
             "distributed_timeout_minutes",
             "distributed_timeout_seconds_after_init",
         )
+        check_at_most(self, MOST_PROCESSES, "world_size")

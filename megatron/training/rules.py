@@ -10,17 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config import as_words
-from megatron.core.utils import UserError
+from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
 from megatron.training.group_settings import group_settings
 from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule, experts_need_an_expert_model
 from megatron.training.layout_rules import check_tensor_heads as check_tensor_heads
 from megatron.training.layout_rules import check_tensor_widths as check_tensor_widths
 from megatron.training.nearest_layout import nearest_layouts
-from megatron.training.wording import divisors, flag, listed, nearest_multiples, nearest_of
+from megatron.training.wording import flag, listed, nearest_multiples, nearest_of
 
 EXPERTS = ("--num-experts", "--moe-num-experts")
 """Flags that ask for experts, which a dry run leaves out."""
+
+MOST_INCREMENTS = 100_000
+"""Of a batch size that grows."""
 
 
 def check(config: RunConfig, origins: Origins, left_out: Sequence[str] = ()) -> None:
@@ -117,10 +120,16 @@ def ramp_up_reaches_the_batch(config: RunConfig, origins: Origins) -> None:
     if start < 1 or increment < 1 or samples < 0:
         raise UserError(f"{name}: START and INCREMENT must be at least 1, SAMPLES at least 0")
     if start > final or (final - start) % increment:
-        reached = range(start, max(start, final) + increment, increment)
+        below = max(start, start + (final - start) // increment * increment)
+        reached = (below, below + increment * (below < final))
         raise UserError(
             f"{name}: steps of {increment} from {start} do not reach --global-batch-size "
             f"({final}); try --global-batch-size {nearest_of(reached, final)}"
+        )
+    if (final - start) // increment > MOST_INCREMENTS:
+        raise UserError(
+            f"{name}: {(final - start) // increment} increments to --global-batch-size ({final}); "
+            f"there may be at most {MOST_INCREMENTS:,}, so raise INCREMENT"
         )
     unit = config.samples_per_pass
     if not training.decrease_batch_size_if_needed and (start % unit or increment % unit):

@@ -11,12 +11,6 @@ def flag(name: str) -> str:
     return flag_of(RunConfig, name)
 
 
-def divisors(number: int) -> list[int]:
-    """Return every divisor in ascending order."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
 def nearest_multiples(value: int, unit: int) -> str:
     """Return the multiples of ``unit`` below and above ``value``, as ``16 or 24``."""
     below, above = value // unit * unit, -(-value // unit) * unit

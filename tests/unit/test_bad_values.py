@@ -82,6 +82,21 @@ def test_an_empty_string_is_an_unset_shell_variable(flag: str) -> None:
         ("--skip-train --eval-iters 0", "nothing to do"),
         ("--learning-rate 1", "did you mean --lr?"),
         ("--eval-iters 0 foo", "'foo' is unexpected"),
+        ("--num-layers 99999999999", "--num-layers (99999999999) must be at most 10,000"),
+        ("--hidden-size 9223372036854775807", "--hidden-size (9223372036854775807) must be at mo"),
+        ("--num-attention-heads 99999999999", "--num-attention-heads (99999999999) must be at"),
+        ("--group-query-attention --num-query-groups 3", "try --num-query-groups 2 or 4"),
+        ("--group-query-attention --num-query-groups 9", "try --num-query-groups 4"),
+        ("--eval-iters 99999999999999", "--eval-iters (99999999999999) must be at most"),
+        ("--vocab-size 99999999999", "--vocab-size (99999999999) must be at most"),
+        (
+            "--make-vocab-size-divisible-by 99999999999999",
+            "--make-vocab-size-divisible-by (99999999999999) must be at most 1,048,576",
+        ),
+        ("--logits-at-once -1", "--logits-at-once (-1) must not be negative"),
+        ("--window-size 99999999999999999999,0", "--window-size (99999999999999999999) does not"),
+        ("--no-rope-freq 99999999999999999999", "--no-rope-freq (99999999999999999999) does not"),
+        ("--pipeline-model-parallel-layout garbage", "--pipeline-model-parallel-layout 'garbage'"),
     ],
 )
 def test_a_value_that_means_nothing_is_named(text: str, named: str) -> None:

@@ -44,6 +44,16 @@ def test_groups_partition_the_world(axes: tuple[str, ...]) -> None:
         assert len(fixed) == 1
 
 
+def test_groups_are_compared_without_counting_a_large_world() -> None:
+    for order in itertools.permutations(("tp", "cp", "pp")):
+        grid = Grid({"tp": 2, "pp": 3, "cp": 2})
+        other = Grid({axis: grid.sizes[axis] for axis in order})
+        assert grid.divides_alike("pp", other) == (grid.groups("pp") == other.groups("pp"))
+    assert not Grid({"pp": 2, "dp": 3}).divides_alike("pp", Grid({"pp": 3, "dp": 2}))
+    config = ParallelConfig.resolve(pipeline_model_parallel_size=2, expert_model_parallel_size=5)
+    assert config.grids(10_000_000)[1].sizes["edp"] == 1_000_000
+
+
 def test_the_first_axis_varies_fastest() -> None:
     grid = Grid({"tp": 2, "cp": 3, "pp": 4})
     ranks = [c["tp"] + 2 * c["cp"] + 6 * c["pp"] for c in map(grid.coordinates, range(24))]

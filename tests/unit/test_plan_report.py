@@ -1,6 +1,7 @@
 """The text of a dry run: what its sections say, and that a large world is planned quickly."""
 
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,21 @@ def test_a_world_of_6144_gpus_is_planned_in_seconds() -> None:
     # 15 / (8 x 512)
     assert found["pipeline"][1].startswith("bubble 0.37% of the work by simulation, 0.37%")
     assert found["pipeline"][3].endswith("112: 112; 17.875 alive")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-v"])
+def test_many_microbatches_are_not_listed_one_by_one(schedule: str) -> None:
+    tracemalloc.start()
+    found = sections(
+        f"--dry-run-world-size 100000 --pipeline-model-parallel-size 2 --num-layers 4 "
+        f"--global-batch-size 80000000000 --pipeline-schedule {schedule}"
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**26
+    head, bubble = found["pipeline"][:2]
+    assert head.startswith(f"schedule {schedule}: 2 ranks") and "800000 microbatches" in head
+    assert bubble.startswith("bubble 0.00% of the work")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Rules across configs: each refuses what it is about, names flags and values, and nothing else."""
 
+import time
+
 import pytest
 
 from megatron.core.optimizer.schedule import Progress
-from megatron.core.utils import UserError
+from megatron.core.utils import UserError, divisors
 from megatron.training import rules, wording
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
@@ -375,7 +377,7 @@ def test_nearest_choices() -> None:
     assert wording.nearest_multiples(5, 4) == "4 or 8"
     assert wording.nearest_multiples(3, 4) == "4"
     assert wording.nearest_of([1, 2, 4, 8], 3) == "2 or 4"
-    assert wording.divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def test_a_final_fall_that_begins_in_the_warm_up_is_warned_of() -> None:
@@ -443,6 +445,28 @@ def test_what_a_layout_cannot_hold_names_layouts_that_work(
     assert advice != message, message
     for other in advice.split(", or "):
         assert plan(f"{flags_of(layout)} {flags} {other}").left_out == ()
+
+
+def test_a_size_of_zero_is_wrong_by_itself() -> None:
+    for axis, flag in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("cp", "context")):
+        message = refused(flags_of(f"4: {axis}0"))
+        assert message == f"--{flag}-parallel-size (0) must be at least 1"
+
+
+def test_a_world_is_not_larger_than_any_could_be() -> None:
+    """8,648,640 has 448 divisors, more than other numbers up to ten millions."""
+    message = refused(flags_of("99999999999: tp2"))
+    assert message == "--dry-run-world-size (99999999999) must be at most 10,000,000"
+    begin = time.process_time()
+    message = refused(flags_of("8648640: tp17"))
+    assert "product divides 8648640: 1, 2, 3, 4, 5, 6, " in message and len(message) < 1500
+    assert time.process_time() - begin < 60  # it takes 3
+
+
+def test_a_ramp_of_millions_of_sizes_is_refused() -> None:
+    words = "--dry-run-world-size 1 --global-batch-size 80000000 --rampup-batch-size"
+    assert "79999999 increments" in refused(f"{words} 1 1 1000")
+    assert "try --global-batch-size 79999999 or 80000002" in refused(f"{words} 1 3 1000")
 
 
 def test_the_nearest_layout_comes_first() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.layout import LayoutStage, parse_layout
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.stages import Stage, chunks_per_rank, make_stages, plan_stages
@@ -112,6 +113,10 @@ def test_layout_strings(text: str, expected: list[tuple[bool, int, int, bool]]) 
         ("Et|Et|L", "stands in 0, 1"),
         ("Et|Lt", r"stage 1 \(Lt\) must be in the order"),
         ("EtL|t", "L must stand in stage 1 alone, but stands in 0"),
+        ("Et*999999999999tL", "more than 100,000 letters"),
+        (f"Et*{'9' * 5000}L", "more than 100,000 letters"),
+        ("E((((t*9999)*9999)*9999)*9999)L", "more than 100,000 letters"),
+        (f"E{'t*99999' * 2}L", "more than 100,000 letters"),
     ],
 )
 def test_misspelled_layouts(text: str, said: str) -> None:
@@ -139,6 +144,18 @@ def test_par_03_refused_with_numbers(
 ) -> None:
     with pytest.raises(UserError, match=said):
         plan_stages(layers, placement, **way)
+
+
+def test_zero_repeats_are_counted_as_such() -> None:
+    assert parse_layout("Et*0|m*000L") == [LayoutStage(True, 0, 0, False), (False, 0, 0, True)]
+
+
+def test_a_pipeline_has_not_more_stages_than_anyone_has() -> None:
+    with pytest.raises(UserError, match=r"--pipeline-model-parallel-size \(257\) must be at most"):
+        PipelineConfig.resolve().stages(9000, 257)
+    many = PipelineConfig.resolve(num_virtual_stages_per_pipeline_rank=99999999999)
+    with pytest.raises(UserError, match=r"199999999998 stages = .* \(2\) x 99999999999"):
+        many.stages(4, 2)
 
 
 def test_chunks_per_rank() -> None:

@@ -2,11 +2,17 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, check_at_least, option
+from megatron.core.config import Config, check_at_least, check_at_most, option
+from megatron.core.pipeline_parallel.layout import parse_layout
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Schedule, ScheduleName, make_schedule
 from megatron.core.pipeline_parallel.stages import Stage, chunks_per_rank, plan_stages
 from megatron.core.utils import UserError
+
+MOST_RANKS, MOST_STAGES = 256, 1024
+"""Of a pipeline; the stages of all ranks together."""
+LARGEST_GROUP = 4096
+"""Microbatches that a chunk may take before its rank turns to the next: all of them are held."""
 
 
 class PipelineConfig(Config):
@@ -64,6 +70,9 @@ class PipelineConfig(Config):
             "num_virtual_stages_per_pipeline_rank",
             "microbatch_group_size_per_vp_stage",
         )
+        check_at_most(self, LARGEST_GROUP, "microbatch_group_size_per_vp_stage")
+        if self.pipeline_model_parallel_layout is not None:
+            parse_layout(self.pipeline_model_parallel_layout)  # a misspelled one is never passed by
 
     def placement(self, num_layers: int, num_ranks: int) -> Placement:
         """Return where the stages of a model live.
@@ -75,6 +84,20 @@ class PipelineConfig(Config):
         """
         if num_ranks == 1:
             return Placement(1)
+        if num_ranks > MOST_RANKS:
+            raise UserError(
+                f"--pipeline-model-parallel-size ({num_ranks}) must be at most {MOST_RANKS}"
+            )
+        placement = self._placement(num_layers, num_ranks)
+        if placement.num_stages > MOST_STAGES:
+            raise UserError(
+                f"{placement.num_stages} stages = --pipeline-model-parallel-size ({num_ranks}) x "
+                f"{placement.num_chunks} on each rank: there may be at most {MOST_STAGES:,}"
+            )
+        return placement
+
+    def _placement(self, num_layers: int, num_ranks: int) -> Placement:
+        """Return where the stages live on several ranks, however many there are."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         chunks = chunks_per_rank(
             num_layers,
@@ -122,12 +145,8 @@ class PipelineConfig(Config):
                 )
         return stages
 
-    def schedule(self, placement: Placement, num_microbatches: int) -> Schedule:
-        """Return the actions of all ranks for an iteration; the same object for equal arguments.
-
-        Raises:
-            UserError: the schedule does not go with the placement.
-        """
+    def schedule_name(self, placement: Placement) -> ScheduleName:
+        """Return which schedule orders the work of a placement."""
         name: ScheduleName
         if self.pipeline_schedule != "auto":
             name = self.pipeline_schedule
@@ -135,6 +154,15 @@ class PipelineConfig(Config):
             name = "interleaved" if placement.num_chunks > 1 else "1f1b"
         if placement.num_ranks == 1 and name in ("interleaved", "zb-v"):
             name = "1f1b"  # on one rank every schedule is forward, backward
+        return name
+
+    def schedule(self, placement: Placement, num_microbatches: int) -> Schedule:
+        """Return the actions of all ranks for an iteration; the same object for equal arguments.
+
+        Raises:
+            UserError: the schedule does not go with the placement.
+        """
+        name = self.schedule_name(placement)
         group = self.microbatch_group_size_per_vp_stage if placement.num_chunks > 1 else None
         return make_schedule(
             name, placement.num_ranks, num_microbatches, placement.num_chunks, group

@@ -15,6 +15,8 @@ from typing import NamedTuple, NoReturn
 from megatron.core.utils import UserError
 
 FLAG = "--pipeline-model-parallel-layout"
+LONGEST = 100_000
+"""Letters and bars that repetitions may make in all, far more than any model has layers."""
 
 
 class LayoutStage(NamedTuple):
@@ -53,6 +55,7 @@ def _expand(text: str) -> str:
     """Return a layout string without repetitions, groups and commas."""
     tokens = re.findall(r"\*\s*\d+|\S", text.replace(",", " "))
     opened: list[list[str]] = [[]]
+    grown = 0
     for index, token in enumerate(tokens):
         here = opened[-1]
         if token in "EtmL|":
@@ -62,7 +65,12 @@ def _expand(text: str) -> str:
         elif token == ")" and len(opened) > 1:
             opened[-2].append("".join(opened.pop()))
         elif token[0] == "*" and len(token) > 1 and index and tokens[index - 1][0] not in "(*|":
-            here[-1] *= int(token[1:])
+            digits = token[1:].strip().lstrip("0") or "0"
+            count = int(digits[:10])  # enough of them to be too many
+            grown += len(here[-1]) * count
+            if grown > LONGEST:
+                _refuse(text, f"repetitions make more than {LONGEST:,} letters and bars")
+            here[-1] *= count
         else:
             _refuse(text, f"{token!r} makes no sense after {''.join(tokens[:index])!r}")
     if len(opened) > 1:

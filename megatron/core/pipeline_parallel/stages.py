@@ -77,7 +77,7 @@ def plan_stages(
     given += [LAYOUT] * (layout is not None)
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each say how layers are split; keep one")
-    mtp = [0] * (placement.num_stages - 1) + [mtp_num_layers]
+    mtp: list[int] | None = None
     if layout is not None:
         counts, mtp = _laid_out(layout, num_layers, mtp_num_layers, placement)
     elif ends:
@@ -86,6 +86,7 @@ def plan_stages(
         counts = _accounted(num_layers, placement, account_for_embedding, account_for_loss)
     assert sum(counts) == num_layers and min(counts) >= 0, (counts, num_layers)
     last = placement.num_stages - 1
+    mtp = [0] * last + [mtp_num_layers] if mtp is None else mtp
     meet = last > 0 and placement.owner(0)[0] == placement.owner(last)[0]
     return [
         Stage(layers, index == 0, index == last, mtp[index], meet and index in (0, last))

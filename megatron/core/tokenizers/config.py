@@ -4,9 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config import Config, check_at_least, option
+from megatron.core.config import Config, check_at_least, check_at_most, option
 from megatron.core.utils import UserError, nearest
 
+MOST_ROWS = 2**31 - 1
+"""Ids of a vocabulary, which are 32-bit numbers."""
+LARGEST_MULTIPLE = 2**20
+"""Of which a vocabulary may be made a multiple: larger ones are all padding."""
 TOKENIZER_TYPES = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -119,6 +123,8 @@ class TokenizerConfig(Config):
         if self.tokenizer_type is not None and self.tokenizer_type not in TOKENIZER_TYPES:
             tokenizer_type(self.tokenizer_type)
         check_at_least(self, 1, "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by")
+        check_at_most(self, MOST_ROWS, "vocab_size", "padded_vocab_size", "vocab_extra_ids")
+        check_at_most(self, LARGEST_MULTIPLE, "make_vocab_size_divisible_by")
         check_at_least(self, 0, "vocab_extra_ids", "tiktoken_num_special_tokens")
         names = self.tokenizer_special_tokens or ()
         repeated = sorted({name for name in names if names.count(name) > 1})

@@ -9,15 +9,20 @@ from megatron.core.config import (
     as_words,
     check_above,
     check_at_least,
+    check_at_most,
     check_not_zero,
     option,
 )
 from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.transformer.mtp_config import MTPConfig
-from megatron.core.utils import UserError
+from megatron.core.utils import UserError, divisors
 
-MOST_LAYERS = 100_000
-"""Longest layer pattern."""
+MOST_LAYERS = 10_000
+"""Of a model, and of a layer pattern."""
+WIDEST = 2**31 - 1
+"""Most channels or heads, as many as 32-bit numbers of a kernel count."""
+WIDEST_STREAM = WIDEST // 8
+"""Largest hidden size, whose MLP is a few times as wide."""
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
@@ -215,11 +220,12 @@ class MLPConfig(Config):
         """Return Megatron's widths, four times hidden or 8/3 for a gated unit, and its GELU."""
         hidden = values["hidden_size"]
         width = int((4 * hidden * 2 / 3) / 64) * 64 or 64 if values["swiglu"] else 4 * hidden
-        width = max(width, 1)  # the fault of a hidden size below 1 is named as such
+        width = min(max(width, 1), WIDEST)  # the fault of a wrong hidden size is named as such
         return {"ffn_hidden_size": width, "bias_gelu_fusion": values.get("add_bias_linear", True)}
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "ffn_hidden_size")
+        check_at_most(self, WIDEST, "ffn_hidden_size")
         named = {
             "--swiglu": self.swiglu,
             "--geglu": self.geglu,
@@ -298,13 +304,15 @@ class AttentionConfig(Config):
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return one group per head and heads that fill the hidden size."""
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
-        derived = {"kv_channels": max(hidden // max(heads, 1), 1)}
+        derived = {"kv_channels": min(max(hidden // max(heads, 1), 1), WIDEST)}
         # Megatron's default is 1 group, which counts only with the switch.
         derived["num_query_groups"] = 1 if values["group_query_attention"] else heads
         return derived
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_attention_heads", "num_query_groups", "kv_channels")
+        sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
+        check_at_least(self, 1, *sizes)
+        check_at_most(self, WIDEST, *sizes)
         check_above(self, 0, "attention_softcap")
         check_not_zero(self, "softmax_scale")
         window = self.window_size
@@ -317,9 +325,13 @@ class AttentionConfig(Config):
             )
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
+            fitting = divisors(heads)
+            below = max(n for n in fitting if n < groups)  # 1 at the least
+            above = min((n for n in fitting if n > groups), default=below)
+            choices = " or ".join(map(str, sorted({below, above})))
             raise UserError(
                 f"--num-attention-heads ({heads}) must be a multiple of --num-query-groups "
-                f"({groups}); try {[n for n in range(1, heads + 1) if heads % n == 0]} groups"
+                f"({groups}); try --num-query-groups {choices}"
             )
         if self.qk_layernorm and self.qk_l2_norm:
             raise UserError("--qk-layernorm and --qk-l2-norm exclude each other; drop one")
@@ -406,6 +418,9 @@ class TransformerConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_layers", "hidden_size")
+        check_at_most(self, MOST_LAYERS, "num_layers")
+        check_at_most(self, WIDEST_STREAM, "hidden_size")
+        check_at_least(self, 0, "logits_at_once")
         check_above(self, 0, "logit_softcap")
         check_not_zero(self, "embedding_multiplier", "logit_multiplier")
         if not 0.0 <= self.hidden_dropout < 1.0:
