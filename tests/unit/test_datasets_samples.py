@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import blend_index, samples
 from megatron.core.datasets.samples import SamplePlan, plan_samples, sample_index
-from megatron.core.utils import atomic_path
+from megatron.core.utils import UserError, atomic_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -218,3 +218,11 @@ def test_an_install_without_a_compiler_goes_on(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("*.so")) and "numpy is used instead" in done.stderr
+
+
+def test_more_samples_than_memory_holds_are_a_plain_error() -> None:
+    plan = plan_samples(1000, 10, 10**16)
+    with pytest.raises(
+        UserError, match=r"the order of 1[0-9,]{20,} samples .* lower --train-iters"
+    ):
+        samples.build_sample_index(np.full(100, 10), (0, 100), plan, seed=1)

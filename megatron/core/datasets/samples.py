@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.utils import UserError
+
 
 def _compiled() -> ModuleType | None:
     try:
@@ -37,6 +39,8 @@ HELPERS = _compiled()
 """The compiled helper, or None where it was not built."""
 
 INT32_MAX = 2**31 - 1
+MOST_ENTRIES = 2**40
+"""Of one array: terabytes."""
 SEPARATE_BELOW = 0.80
 """The last epoch stands alone when less than this share of it is used."""
 
@@ -110,11 +114,23 @@ def build_sample_index(
         rows: half-open range of the split's rows.
         plan: epochs and samples, made for these rows.
         seed: seed of both shuffles.
+
+    Raises:
+        UserError: so many samples are asked for that the arrays do not fit into memory.
     """
     random = np.random.RandomState(seed)
-    document = document_index(rows, plan, random)
-    sample = sample_index(lengths, document, plan)
-    return SampleIndex(document, sample, shuffle_index(plan, random))
+    try:
+        if max(plan.num_samples, (rows[1] - rows[0]) * plan.num_epochs) > MOST_ENTRIES:
+            raise MemoryError
+        document = document_index(rows, plan, random)
+        sample = sample_index(lengths, document, plan)
+        return SampleIndex(document, sample, shuffle_index(plan, random))
+    except MemoryError:
+        raise UserError(
+            f"the order of {plan.num_samples:,} samples (of the run's length, or of its "
+            "evaluations) does not fit into memory; lower --train-iters or --train-samples, or "
+            "--eval-iters, or --global-batch-size"
+        ) from None
 
 
 def document_index(
