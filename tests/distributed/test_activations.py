@@ -9,11 +9,12 @@ import pretrain_gpt
 from megatron.core import rng
 from megatron.core.mesh import Mesh
 from megatron.core.models.mtp import Ahead
-from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
+from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.rng import DropoutKey
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import activations, equality, setup
 from megatron.training.arguments import parse
+from megatron.training.build import build_optimizer
 from megatron.training.config import RunConfig
 from megatron.training.equality import Case
 from megatron.training.memory_plan import MemoryPlan
