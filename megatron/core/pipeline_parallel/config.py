@@ -11,7 +11,7 @@ from megatron.core.utils import UserError
 
 MOST_RANKS, MOST_STAGES = 256, 1024
 """Of a pipeline; the stages of all ranks together."""
-LARGEST_GROUP = 4096
+LARGEST_GROUP = 1024
 """Microbatches that a chunk may take before its rank turns to the next: all of them are held."""
 
 
