@@ -200,6 +200,8 @@ def _left_over(word: str, unknown: Mapping[str, str]) -> Finding:
 
 def _is_trailing(values: Sequence[str], unknown: Mapping[str, str]) -> bool:
     """Return whether the last of a flag's many values may be further flags that nobody knows."""
+    if not values:
+        return False
     last = values[-1]
     names = variables(last)
     is_unknown = is_open(last) and any(n in unknown or n.startswith("$(") for n in names)

@@ -60,8 +60,12 @@ def run(
 
     yield train
     # A failed test's readers may ignore the signal that Python ends its children with.
-    for reader in set(multiprocessing.active_children()) - others:
+    left = set(multiprocessing.active_children()) - others
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for reader in left:
         reader.kill()
+        reader.join()
+    signal.signal(signal.SIGCHLD, before)
 
 
 def flags(corpus: str, *more: object) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.utils import UserError
+from megatron.training import explain as explain_module
 from tools import explain_launch, launch_coverage
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -269,3 +270,7 @@ def test_a_launch_that_is_not_understood_is_mentioned(
 def test_no_processes_are_refused() -> None:
     with pytest.raises(UserError, match=r"--world-size \(0\) must be at least 1"):
         explain_launch.main(["--world-size", "0", "--", "python", "pretrain_gpt.py"])
+
+
+def test_a_flag_of_many_values_may_have_none() -> None:
+    assert not explain_module._is_trailing([], {})
