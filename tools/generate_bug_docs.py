@@ -15,9 +15,10 @@ from pathlib import Path
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import Config, option
-from megatron.core.utils import UserError, atomic_path
+
+from megatron.core.utils import UserError
 from megatron.training.arguments import parse_tool, run_main
+from tools.generate_flag_docs import DocsConfig, publish
 
 PROGRAM = "generate_bug_docs"
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,26 +73,10 @@ def document() -> str:
     return INTRODUCTION + "".join(lines)
 
 
-class DocsConfig(Config):
-    """What to do."""
-
-    check: bool = option(False)
-    """Write nothing; exit with 1 if the file is not up to date."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the file."""
     config = parse_tool(argv, DocsConfig, PROGRAM).config
-    text = document()
-    if config.check:
-        current = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
-        if current != text:
-            print(f"{TARGET} is not up to date; run python tools/generate_bug_docs.py")
-        return int(current != text)
-    with atomic_path(TARGET) as path:
-        path.write_text(text, encoding="utf-8")
-    print(f"{PROGRAM}: wrote {TARGET}")
-    return 0
+    return publish(document(), TARGET, PROGRAM, check=config.check)
 
 
 if __name__ == "__main__":

@@ -137,15 +137,19 @@ class DocsConfig(Config):
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the file."""
     config = parse_tool(argv, DocsConfig, PROGRAM).config
-    text = document()
-    if config.check:
-        current = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
+    return publish(document(), TARGET, PROGRAM, check=config.check)
+
+
+def publish(text: str, target: Path, program: str, *, check: bool) -> int:
+    """Write a generated document, or only look whether it is up to date; return the exit code."""
+    if check:
+        current = target.read_text(encoding="utf-8") if target.exists() else ""
         if current != text:
-            print(f"{TARGET} is not up to date; run python tools/generate_flag_docs.py")
+            print(f"{target} is not up to date; run python tools/{program}.py")
         return int(current != text)
-    with atomic_path(TARGET) as path:
+    with atomic_path(target) as path:
         path.write_text(text, encoding="utf-8")
-    print(f"{PROGRAM}: wrote {TARGET}")
+    print(f"{program}: wrote {target}")
     return 0
 
 

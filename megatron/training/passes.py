@@ -41,7 +41,8 @@ KeyOf = Callable[[int], DropoutKey]
 """Gives the dropout key of a microbatch of this rank, by number from 0."""
 
 EVALUATED_AT_ONCE = 32
-"""Microbatches that an evaluation schedules together: enough to make a pipeline's fill small."""
+"""Microbatches that an evaluation schedules together: a pipeline fills and drains once for each
+such lot, and its lists of actions stay short however large the set."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ from megatron.training.stopping import Reason, Stopper
 from megatron.training.timers import Timers, synchronizer
 from megatron.training.trainer import Parts, Trainer
 from megatron.training.watchdog import Watchdog
-from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
+from megatron.training.writers import Writer, last_attempt, open_writers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
     """
     clock = startup.StartupClock()
     config, started = run.config, time.time()
-    say = _printer(launch.rank)
+    say = startup.printer(launch.rank)
     rules.check_device(config, torch.cuda.is_available())
     if run.invocation.rank not in (None, launch.rank):
         raise UserError(
@@ -341,12 +341,7 @@ class Job:
         )
         writers: list[Writer] = []
         if self.mesh.rank == 0 and not config.training.skip_train:
-            if logging.metrics_file:
-                writers.append(JsonLines(logging.metrics_file))
-            if logging.tensorboard_dir:
-                writers.append(TensorBoard(logging.tensorboard_dir, logging, state.iteration))
-            if logging.wandb_project:
-                writers.append(Wandb(logging, config.checkpoint.save, config.flatten()))
+            writers = open_writers(config, state.iteration)
         return Metrics(facts, writers, self.say, show_throughput=logging.log_throughput)
 
     def _read(
@@ -501,10 +496,3 @@ class Job:
                 progress.saved(state)
 
         return save
-
-
-def _printer(rank: int) -> Say:
-    """Return what prints a line at once, on rank 0 only."""
-    if rank != 0:
-        return lambda line: None
-    return lambda line: print(line, flush=True)

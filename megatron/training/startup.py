@@ -18,7 +18,7 @@ from megatron.core.kernels import table
 from megatron.core.kernels.probe import INSTALL
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.backends import Backends
-from megatron.core.utils import UserError, check_file, check_folder, human_count
+from megatron.core.utils import Say, UserError, check_file, check_folder, human_count
 from megatron.training.config import RunConfig
 
 
@@ -150,3 +150,10 @@ def check_outputs(config: RunConfig) -> None:
         raise UserError(f"--save {save}: {tracker} is a folder where a file belongs; remove it")
     if logging.metrics_file is not None:
         check_file("--metrics-file", logging.metrics_file, replaces=False)
+
+
+def printer(rank: int) -> Say:
+    """Return what prints a line at once, on rank 0 only."""
+    if rank != 0:
+        return lambda line: None
+    return lambda line: print(line, flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core.utils import UserError
-from megatron.training.config import LoggingConfig
+from megatron.training.config import LoggingConfig, RunConfig
 from megatron.training.log_line import perplexity
 
 Row = Mapping[str, Any]
@@ -223,3 +223,15 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def open_writers(config: RunConfig, iteration: int) -> list[Writer]:
+    """Return every writer that a run asks for; it goes on from ``iteration``."""
+    logging, writers = config.logging, list[Writer]()
+    if logging.metrics_file:
+        writers.append(JsonLines(logging.metrics_file))
+    if logging.tensorboard_dir:
+        writers.append(TensorBoard(logging.tensorboard_dir, logging, iteration))
+    if logging.wandb_project:
+        writers.append(Wandb(logging, config.checkpoint.save, config.flatten()))
+    return writers
