@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core.utils import UserError
-from megatron.training import arguments, launch, plan_report
+from megatron.training import arguments
+from megatron.training.plan import report as plan_report
+from megatron.training.processes import launch
 
 if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
     from torch import Tensor

@@ -50,7 +50,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron.training": ["*.tsv"]},
+    package_data={"megatron.training.flags": ["*.tsv"]},
     ext_modules=EXTENSIONS,
     cmdclass=COMMANDS,
     # A container's own torch is never replaced: any recent one satisfies this.

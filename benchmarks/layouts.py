@@ -10,7 +10,7 @@ turns, so that load of other programs hits all alike. For each layout:
                  microbatches m / (m + p - 1), since it waits for its bubble
     waiting      share of a step that its ranks spend waiting for what others send, on average
     bytes        what all ranks give to collectives in an iteration; checked against the closed form
-                 of `megatron.training.traffic`, call by call and byte by byte
+                 of `megatron.training.plan.traffic`, call by call and byte by byte
 """
 
 import argparse
@@ -84,10 +84,11 @@ def serve(size: Size, layout: str) -> None:
     from megatron.core import comm
     from megatron.core.mesh import Mesh
     from megatron.core.tokenizers.vocabulary import Vocabulary
-    from megatron.training import setup, traffic
     from megatron.training.arguments import parse
     from megatron.training.build import build_chunks, build_optimizer, build_passes
     from megatron.training.health import Health
+    from megatron.training.plan import traffic
+    from megatron.training.processes import setup
     from megatron.training.step import Plan, TrainStep
     from megatron.training.timers import Timers
 

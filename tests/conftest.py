@@ -10,6 +10,6 @@ from tests.harness import Pool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for distributed tests; started by the first job."""
-    workers = Pool(preload=["megatron.training.equality", "pretrain_gpt"])
+    workers = Pool(preload=["megatron.training.verification.equality", "pretrain_gpt"])
     yield workers
     workers.close()

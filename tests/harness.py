@@ -1,5 +1,5 @@
 """The worker pool that all distributed tests share; the fixture `pool` of `conftest` gives it."""
 
-from megatron.training.worker_pool import Body, Pool, RankFailed
+from megatron.training.verification.worker_pool import Body, Pool, RankFailed
 
 __all__ = ["Body", "Pool", "RankFailed"]

@@ -14,9 +14,9 @@ if __name__ == "__main__":  # run from a clone, without installing
 
 from megatron.core.config import Config, option, specs
 from megatron.core.utils import atomic_path
-from megatron.training import flag_status, help_text
 from megatron.training.arguments import Invocation, parse_tool, run_main
 from megatron.training.config import RunConfig
+from megatron.training.flags import flag_status, help_text
 
 PROGRAM = "generate_flag_docs"
 DOCS = Path(__file__).resolve().parent.parent / "docs"

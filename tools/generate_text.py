@@ -27,7 +27,7 @@ from megatron.core.config import Config, check_at_least, option
 from megatron.core.grid import ParallelConfig
 from megatron.core.utils import UserError, atomic_path, check_file, silent
 from megatron.training.arguments import parse_tool, run_main
-from megatron.training.launch import discover
+from megatron.training.processes.launch import discover
 
 if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
     from megatron.core.inference.sampling import Sampling
@@ -200,7 +200,7 @@ def converse(generator: "Generator", config: GenerateConfig, processes: "Process
     People take their time, and processes wait for each other only so long: while no line comes, the
     others are told that, time and again, so that one that is gone is missed.
     """
-    from megatron.training.rank_zero import from_first
+    from megatron.training.processes.rank_zero import from_first
 
     first = processes.world.coordinate == 0
     read: Callable[[], str | None] = sys.stdin.readline
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_tool(argv, GenerateConfig, PROGRAM).config
     launch = discover(os.environ)
     from megatron.training.generation import connected, open_checkpoint
-    from megatron.training.rank_zero import from_first
+    from megatron.training.processes.rank_zero import from_first
 
     sampling_of(config)  # a wrong flag is told before the model is read
     first = launch.rank == 0

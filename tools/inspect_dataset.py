@@ -33,8 +33,8 @@ from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.utils import UserError, human_bytes, human_count
 from megatron.training import data_trace
 from megatron.training.arguments import Invocation, parse_tool, run_main
-from megatron.training.command_line import Vocabulary, load_file, read_command_line
 from megatron.training.config import RunConfig
+from megatron.training.flags.command_line import Vocabulary, load_file, read_command_line
 
 PROGRAM = "inspect_dataset"
 
@@ -211,7 +211,9 @@ def _run_values(words: list[str]) -> dict[str, Any]:
             "which run? Give --config FILE, as --dump-config wrote it, or --load FOLDER of its "
             "checkpoints"
         )
-    from megatron.training import checkpoint_source  # torch, only where there is a checkpoint
+    from megatron.training.checkpoints import (
+        source as checkpoint_source,  # torch, only where there is a checkpoint
+    )
 
     step = given.get("ckpt_step")
     if step is not None and not step.isdigit():

@@ -30,7 +30,7 @@ from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import human_bytes
 from megatron.training.arguments import parse_tool, run_main
-from megatron.training.flag_status import Row
+from megatron.training.flags.flag_status import Row
 
 PROGRAM = "preprocess_data"
 

@@ -37,21 +37,27 @@ from megatron.core.config import specs
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes
-from megatron.training import equality, layout_words, traffic
 from megatron.training.arguments import Settings, read_settings, run_main
 from megatron.training.config import RunConfig
-from megatron.training.layout_words import Layout, all_layouts, own_layout, parse_layouts
-from megatron.training.outcomes import TOLERANCE, Outcome, Traffic, compare
+from megatron.training.plan import traffic
 from megatron.training.pretrain import Program
-from megatron.training.small_run import ITERATIONS, VOCABULARY, SmallRun
-from megatron.training.worker_pool import Pool, RankFailed
+from megatron.training.verification import equality, layout_words
+from megatron.training.verification.layout_words import (
+    Layout,
+    all_layouts,
+    own_layout,
+    parse_layouts,
+)
+from megatron.training.verification.outcomes import TOLERANCE, Outcome, Traffic, compare
+from megatron.training.verification.small_run import ITERATIONS, VOCABULARY, SmallRun
+from megatron.training.verification.worker_pool import Pool, RankFailed
 
 PROGRAM = "verify_layout"
 MOST_OF_ALL = 64
 """Processes: more make thousands of layouts."""
 LONGEST = 1e6
 """Seconds."""
-WORKERS_KNOW = ("pretrain_gpt", "megatron.training.equality")
+WORKERS_KNOW = ("pretrain_gpt", "megatron.training.verification.equality")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,19 +16,21 @@ from typing import Any, Generic, TypeVar
 from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path, check_file
-from megatron.training import checkpoint_args, flag_status, help_text, idle, rules, verdicts
-from megatron.training.command_line import (
+from megatron.training import idle, rules
+from megatron.training.checkpoints import settings as checkpoint_args
+from megatron.training.config import RunConfig
+from megatron.training.failing.failure import Failure, describe, end_children, write_error_file
+from megatron.training.failing.startup_error import print_once
+from megatron.training.flags import flag_status, help_text, verdicts
+from megatron.training.flags.command_line import (
     Given,
     Vocabulary,
     normalise,
     read_command_line,
     read_file,
 )
-from megatron.training.config import RunConfig
-from megatron.training.failure import Failure, describe, end_children, write_error_file
-from megatron.training.flag_status import Row
-from megatron.training.startup_error import print_once
-from megatron.training.verdicts import Applied
+from megatron.training.flags.flag_status import Row
+from megatron.training.flags.verdicts import Applied
 
 C = TypeVar("C", bound=Config)
 StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
@@ -441,7 +443,7 @@ def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any
 
 
 def _read_stored(folder: str, step: int | None) -> Mapping[str, Any] | None:
-    from megatron.training.checkpoint_source import stored_config  # torch, only where it is needed
+    from megatron.training.checkpoints.source import stored_config  # torch, only where it is needed
 
     return stored_config(folder, step)
 

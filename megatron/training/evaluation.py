@@ -13,8 +13,8 @@ from megatron.training import batches
 from megatron.training.batches import Batches, NoBatches, Samples
 from megatron.training.external import ExternalBatches, Loader, open_loader
 from megatron.training.garbage import Garbage
-from megatron.training.metrics import Metrics
 from megatron.training.passes import Passes
+from megatron.training.records.metrics import Metrics
 from megatron.training.state import TrainState
 
 LOSS = "lm loss"

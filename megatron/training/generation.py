@@ -29,9 +29,12 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import Say, UserError
-from megatron.training import checkpoint_source, checkpointing, layout_rules, setup
-from megatron.training.launch import Launch
-from megatron.training.rank_zero import from_first
+from megatron.training import layout_rules
+from megatron.training.checkpoints import contents as checkpointing
+from megatron.training.checkpoints import source as checkpoint_source
+from megatron.training.processes import setup
+from megatron.training.processes.launch import Launch
+from megatron.training.processes.rank_zero import from_first
 
 Stream = Callable[[int, str], None]
 """Called with (number of the prompt, new text)."""

@@ -2,8 +2,8 @@
 
 from megatron.core.config import specs
 from megatron.training.config import RunConfig
-from megatron.training.group_settings import without_group
 from megatron.training.layout_rules import Origins
+from megatron.training.processes.group_settings import without_group
 from megatron.training.wording import flag
 
 

@@ -26,39 +26,34 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
 from megatron.core.utils import Say, UserError
-from megatron.training import (
-    accounting,
-    external,
-    log_line,
-    memory,
-    rules,
-    run_status,
-    setup,
-    startup,
-    stopping,
-    watchdog,
-)
 from megatron.training import data as run_data
+from megatron.training import external, memory, rules, startup, stopping
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
 from megatron.training.build import BuildModel, build_chunks, build_optimizer, build_passes
-from megatron.training.checkpoint_facts import RunFacts
-from megatron.training.checkpoint_load import Loaded, load_checkpoint
-from megatron.training.checkpoint_save import save_checkpoint, warn_of_space
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.load import Loaded, load_checkpoint
+from megatron.training.checkpoints.save import save_checkpoint, warn_of_space
 from megatron.training.config import RunConfig
 from megatron.training.data import RunData
 from megatron.training.devices import peak_flops
 from megatron.training.evaluation import EvaluationSet, Evaluator, HeldOut, open_set
 from megatron.training.external import ExternalBatches, Loader
-from megatron.training.failure import describe, write_error_file
+from megatron.training.failing import watchdog
+from megatron.training.failing.failure import describe, write_error_file
+from megatron.training.failing.heartbeat import Pulse
+from megatron.training.failing.watchdog import Watchdog
 from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
-from megatron.training.heartbeat import Pulse
-from megatron.training.launch import Launch
-from megatron.training.metrics import Facts, Metrics
 from megatron.training.passes import ForwardStep, Passes
+from megatron.training.plan import accounting
+from megatron.training.processes import setup
+from megatron.training.processes.launch import Launch
 from megatron.training.profiling import Profiler
-from megatron.training.progress_file import ProgressFile
+from megatron.training.records import log_line, run_status
+from megatron.training.records.metrics import Facts, Metrics
+from megatron.training.records.progress_file import ProgressFile
+from megatron.training.records.writers import Writer, last_attempt, open_writers
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.signals import ExitSignal
 from megatron.training.state import TrainState
@@ -66,8 +61,6 @@ from megatron.training.step import TrainStep
 from megatron.training.stopping import Reason, Stopper
 from megatron.training.timers import Timers, synchronizer
 from megatron.training.trainer import Parts, Trainer
-from megatron.training.watchdog import Watchdog
-from megatron.training.writers import Writer, last_attempt, open_writers
 
 
 @dataclass(frozen=True, kw_only=True)

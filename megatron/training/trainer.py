@@ -17,16 +17,18 @@ from datetime import timedelta
 
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say
-from megatron.training import log_line, memory, setup
+from megatron.training import memory
 from megatron.training.batch_size import BatchSizes
 from megatron.training.batches import Batches, NoBatches
 from megatron.training.config import RunConfig
 from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.external import ExternalBatches
+from megatron.training.failing.heartbeat import Pulse
 from megatron.training.garbage import Garbage
-from megatron.training.heartbeat import Pulse
-from megatron.training.metrics import Iteration, Metrics
+from megatron.training.processes import setup
 from megatron.training.profiling import Profiler
+from megatron.training.records import log_line
+from megatron.training.records.metrics import Iteration, Metrics
 from megatron.training.replica_check import ReplicaCheck
 from megatron.training.state import TrainState
 from megatron.training.step import Plan, StepResult, TrainStep

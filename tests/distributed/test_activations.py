@@ -12,13 +12,15 @@ from megatron.core.models.mtp import Ahead
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.rng import DropoutKey
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
-from megatron.training import activations, equality, setup
 from megatron.training.arguments import parse
 from megatron.training.build import build_optimizer
 from megatron.training.config import RunConfig
-from megatron.training.equality import Case
-from megatron.training.memory_plan import MemoryPlan
+from megatron.training.plan import activations
+from megatron.training.plan.memory import MemoryPlan
 from megatron.training.pretrain import Program
+from megatron.training.processes import setup
+from megatron.training.verification import equality
+from megatron.training.verification.equality import Case
 from tests.harness import Pool
 from tests.saved_bytes import metering
 

@@ -25,9 +25,9 @@ from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import silent
-from megatron.training.checkpoint_facts import RunFacts
-from megatron.training.checkpoint_load import load_checkpoint
-from megatron.training.checkpoint_save import save_checkpoint
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.load import load_checkpoint
+from megatron.training.checkpoints.save import save_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 from tests.harness import Pool

@@ -9,9 +9,9 @@ import torch
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.utils import UserError
-from megatron.training import watchdog
-from megatron.training.heartbeat import Pulse
-from megatron.training.watchdog import Watchdog
+from megatron.training.failing import watchdog
+from megatron.training.failing.heartbeat import Pulse
+from megatron.training.failing.watchdog import Watchdog
 from tests.harness import Pool
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.comm import Handle
 from megatron.core.mesh import Axis
-from megatron.training import equality
 from megatron.training.arguments import read_settings
 from megatron.training.config import RunConfig
-from megatron.training.layout_words import parse_layout
-from megatron.training.outcomes import Outcome, Share, compare, join
-from megatron.training.small_run import SmallRun
+from megatron.training.verification import equality
+from megatron.training.verification.layout_words import parse_layout
+from megatron.training.verification.outcomes import Outcome, Share, compare, join
+from megatron.training.verification.small_run import SmallRun
 from tests.harness import Pool
 from tools.verify_layout import case, closed_form
 

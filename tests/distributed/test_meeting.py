@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.utils import UserError
-from megatron.training import meeting
 from megatron.training.arguments import parse
 from megatron.training.health import RunFailed
-from megatron.training.launch import Launch
+from megatron.training.processes import meeting
+from megatron.training.processes.launch import Launch
 from tests.harness import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,9 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from megatron.training import launch, meeting, setup
+from megatron.training.processes import launch
+from megatron.training.processes import meeting
+from megatron.training.processes import setup
 import os
 meeting.PATIENCE = timedelta(seconds=1)
 limit = timedelta(seconds=2)

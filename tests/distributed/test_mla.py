@@ -3,10 +3,10 @@
 import pytest
 
 import pretrain_gpt
-from megatron.training import equality, outcomes
 from megatron.training.arguments import parse
-from megatron.training.outcomes import Outcome
 from megatron.training.pretrain import Program
+from megatron.training.verification import equality, outcomes
+from megatron.training.verification.outcomes import Outcome
 from tests.harness import Pool
 
 IDS = 40

@@ -9,11 +9,11 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.load import Checkpoint
-from megatron.training import equality, outcomes
 from megatron.training.arguments import parse
-from megatron.training.outcomes import Outcome
 from megatron.training.pretrain import Program
-from megatron.training.small_run import VOCABULARY
+from megatron.training.verification import equality, outcomes
+from megatron.training.verification.outcomes import Outcome
+from megatron.training.verification.small_run import VOCABULARY
 from tests.harness import Pool
 from tests.programs import assert_rows_equal, launch, metrics
 from tools.verify_layout import closed_form

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron.training import setup
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.plan_report import group_sizes
+from megatron.training.plan.report import group_sizes
+from megatron.training.processes import setup
 from tests.harness import Pool
 
 SMALL = (

@@ -10,8 +10,8 @@ from megatron.core import comm
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.utils import UserError
-from megatron.training.failure import describe
-from megatron.training.rank_zero import from_first
+from megatron.training.failing.failure import describe
+from megatron.training.processes.rank_zero import from_first
 from tests.harness import Pool
 
 CPU = torch.device("cpu")

@@ -14,8 +14,9 @@ from megatron.core.call_order import disagreement
 from megatron.core.comm import Call
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.utils import silent
-from megatron.training import arguments, setup, startup
+from megatron.training import arguments, startup
 from megatron.training.pretrain import Job, Program
+from megatron.training.processes import setup
 from tests.harness import Pool
 
 CPU = torch.device("cpu")

@@ -10,8 +10,9 @@ import pretrain_gpt
 from megatron.core import comm, rng, sharding
 from megatron.core.mesh import Mesh
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
-from megatron.training import arguments, setup
+from megatron.training import arguments
 from megatron.training.health import RunFailed
+from megatron.training.processes import setup
 from megatron.training.replica_check import ReplicaCheck, describe, fingerprint
 from tests.harness import Pool
 

@@ -11,17 +11,17 @@ from megatron.core import comm, rng
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
-from megatron.training import accounting, traffic
 from megatron.training.arguments import parse
 from megatron.training.batches import Batch
 from megatron.training.build import build_passes
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
 from megatron.training.objective import Totals
-from megatron.training.setup import connected_mesh
+from megatron.training.plan import accounting, traffic
+from megatron.training.plan.traffic_passes import Cost, Costs
+from megatron.training.processes.setup import connected_mesh
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers
-from megatron.training.traffic_passes import Cost, Costs
 from tests.harness import Pool
 
 IDS = 101

@@ -13,8 +13,8 @@ import pretrain_gpt
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
 from megatron.training.external import Loaders, Start
-from megatron.training.launch import discover
 from megatron.training.pretrain import Program, pretrain
+from megatron.training.processes.launch import discover
 
 SEQUENCE = 16
 

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.load import Checkpoint
 from megatron.core.rng import DropoutKey
 from megatron.core.utils import UserError
 from megatron.training import pretrain
-from megatron.training.launch import Launch
 from megatron.training.objective import TokenLosses
+from megatron.training.processes.launch import Launch
 from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parent.parent.parent

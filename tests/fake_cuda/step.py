@@ -56,9 +56,9 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
     import pretrain_gpt
     from megatron.core import comm
     from megatron.core.tokenizers.vocabulary import Vocabulary
-    from megatron.training import setup
     from megatron.training.arguments import parse
     from megatron.training.build import build_chunks, build_optimizer, build_passes
+    from megatron.training.processes import setup
     from megatron.training.timers import Timers
 
     config = parse(flags, "pretrain_gpt", world_size=world_size).config

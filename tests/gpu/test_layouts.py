@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from megatron.core.mesh import Mesh
-from megatron.training import equality, setup
 from megatron.training.arguments import read_settings
-from megatron.training.layout_words import parse_layout
-from megatron.training.outcomes import Outcome, Share, compare, join
-from megatron.training.small_run import SmallRun
+from megatron.training.processes import setup
+from megatron.training.verification import equality
+from megatron.training.verification.layout_words import parse_layout
+from megatron.training.verification.outcomes import Outcome, Share, compare, join
+from megatron.training.verification.small_run import SmallRun
 from tests.gpu import needs
 from tests.gpu.needs import DEVICE
 from tests.gpu.test_training import MODEL, VARIANTS

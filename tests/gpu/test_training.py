@@ -14,12 +14,12 @@ import torch
 import pretrain_gpt
 from megatron.core.mesh import Mesh
 from megatron.core.precision.config import PrecisionConfig
-from megatron.training import equality
 from megatron.training.arguments import read_settings
 from megatron.training.config import RunConfig
-from megatron.training.layout_words import SERIAL
-from megatron.training.outcomes import Outcome, compare, join
-from megatron.training.small_run import SmallRun
+from megatron.training.verification import equality
+from megatron.training.verification.layout_words import SERIAL
+from megatron.training.verification.outcomes import Outcome, compare, join
+from megatron.training.verification.small_run import SmallRun
 from tests.gpu import needs
 from tests.gpu.needs import DEVICE
 from tests.programs import ROOT, Rows, assert_rows_equal, metrics

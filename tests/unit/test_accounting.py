@@ -10,9 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import groups
 from megatron.core.pipeline_parallel.stages import Stage, make_stages
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training import accounting
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
+from megatron.training.plan import accounting
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

@@ -12,9 +12,9 @@ from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
-from megatron.training import activations, attention_bytes
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
+from megatron.training.plan import activations, attention_bytes
 from tests.saved_bytes import metering
 
 SMALL = (

@@ -10,10 +10,10 @@ import yaml
 
 from megatron.core.config import Config, option, specs
 from megatron.core.utils import UserError
-from megatron.training import flag_status
 from megatron.training.arguments import ParsedRun, parse, parse_tool, run_main
-from megatron.training.command_line import Vocabulary, read_file
 from megatron.training.config import RunConfig
+from megatron.training.flags import flag_status
+from megatron.training.flags.command_line import Vocabulary, read_file
 
 VOCABULARY = Vocabulary(specs(RunConfig), flag_status.load())
 ROOT = Path(__file__).resolve().parents[2]

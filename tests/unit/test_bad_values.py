@@ -9,8 +9,8 @@ import yaml
 from megatron.core.config import specs
 from megatron.core.optimizer.schedule import Schedule, differences
 from megatron.core.utils import UserError, check_file, check_folder
-from megatron.training import random_states
 from megatron.training.arguments import parse
+from megatron.training.checkpoints import random_states
 from megatron.training.config import RunConfig
 from tools import train_tokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.utils import UserError
-from megatron.training import explain as explain_module
+from megatron.training.flags import explain as explain_module
 from tools import explain_launch, launch_coverage
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"

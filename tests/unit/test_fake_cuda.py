@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training import traffic
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.memory_plan import MemoryPlan
+from megatron.training.plan import traffic
+from megatron.training.plan.memory import MemoryPlan
 from tests.fake_cuda.step import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.core.config import Spec, specs, spellings
 from megatron.core.utils import UserError
-from megatron.training import flag_status
 from megatron.training.arguments import Invocation, ParsedRun, parse
-from megatron.training.command_line import normalise
 from megatron.training.config import RunConfig
+from megatron.training.flags import flag_status
+from megatron.training.flags.command_line import normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = (

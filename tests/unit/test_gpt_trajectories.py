@@ -23,9 +23,9 @@ from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint_facts import RunFacts
-from megatron.training.checkpoint_load import load_checkpoint
-from megatron.training.checkpoint_save import save_checkpoint
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.load import load_checkpoint
+from megatron.training.checkpoints.save import save_checkpoint
 from megatron.training.config import CheckpointConfig, HealthConfig
 from megatron.training.health import Health
 from megatron.training.objective import Objective, TokenLosses

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.utils import UserError
-from megatron.training import run_status, stopping
+from megatron.training import stopping
 from megatron.training.config import HealthConfig, TrainingConfig
 from megatron.training.health import Health, RunFailed
+from megatron.training.records import run_status
 from megatron.training.signals import ExitSignal
 from megatron.training.stopping import Stopper
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron.core.utils import UserError
-from megatron.training.launch import Launch, discover, first_host, job_port, local_device
+from megatron.training.processes.launch import Launch, discover, first_host, job_port, local_device
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -214,5 +214,5 @@ def test_env_03_devices_do_not_decide_the_world() -> None:
 
 
 def test_launching_imports_no_torch() -> None:
-    code = "import sys, megatron.training.launch; assert 'torch' not in sys.modules"
+    code = "import sys, megatron.training.processes.launch; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,10 +10,10 @@ from megatron.core import rng
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
-from megatron.training import accounting
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.memory_plan import MemoryPlan
+from megatron.training.plan import accounting
+from megatron.training.plan.memory import MemoryPlan
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

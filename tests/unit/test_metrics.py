@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron.core.utils import UserError
-from megatron.training import log_line
 from megatron.training.config import LoggingConfig
-from megatron.training.metrics import Facts, Iteration, Metrics
+from megatron.training.records import log_line
+from megatron.training.records.metrics import Facts, Iteration, Metrics
+from megatron.training.records.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
 from megatron.training.timers import Timers, timers_block
-from megatron.training.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
 
 NOW = datetime(2026, 1, 31, 12)
 

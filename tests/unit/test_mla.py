@@ -19,10 +19,10 @@ from megatron.core.transformer.context import Context
 from megatron.core.transformer.mla import MultiLatentAttention, attention_scale
 from megatron.core.transformer.position import rotary_tables
 from megatron.core.utils import UserError
-from megatron.training import accounting
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
-from megatron.training.plan_report import report
+from megatron.training.plan import accounting
+from megatron.training.plan.report import report
 
 F64 = torch.float64
 SIZES = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 5}

@@ -6,8 +6,8 @@ from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.simulator import simulate
-from megatron.training import pipeline_plan
-from megatron.training.pipeline_plan import Alive
+from megatron.training.plan import pipeline as pipeline_plan
+from megatron.training.plan.pipeline import Alive
 
 CASES = [
     *((name, p, 1, None) for name in ("gpipe", "1f1b", "zb-h1") for p in (2, 3, 5)),

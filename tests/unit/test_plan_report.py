@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
-from megatron.training.plan_report import report
+from megatron.training.plan.report import report
 
 RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 "

@@ -65,7 +65,7 @@ def test_expert_parallelism_needs_experts() -> None:
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_par_02_all_layers_are_there_or_the_run_is_refused(stages: int) -> None:
-    from megatron.training.plan_report import report
+    from megatron.training.plan.report import report
 
     for layers in range(1, 41):
         text = (

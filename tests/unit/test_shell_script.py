@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.utils import UserError
-from megatron.training.launch_command import find
-from megatron.training.shell_script import read
+from megatron.training.shell.launch_command import find
+from megatron.training.shell.script import read
 
 # Scripts whose every value is known: bash itself says what the words are.
 KNOWN = {

@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron.training import traffic
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.plan_report import report
-from megatron.training.traffic_passes import Costs
+from megatron.training.plan import traffic
+from megatron.training.plan.report import report
+from megatron.training.plan.traffic_passes import Costs
 
 TP, PP, CP = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
 # 16 tokens in a microbatch, 2 layers of width 8, 2 heads of 4 channels, 16 rows of the vocabulary.

@@ -9,11 +9,11 @@ import pytest
 
 from megatron.core.utils import UserError
 from megatron.training.arguments import read_settings
-from megatron.training.equality import MadeUp
-from megatron.training.layout_words import all_layouts, parse_layout, parse_layouts
-from megatron.training.outcomes import Outcome, Piece, Share, compare, join
-from megatron.training.small_run import SmallRun
-from megatron.training.worker_pool import RankFailed
+from megatron.training.verification.equality import MadeUp
+from megatron.training.verification.layout_words import all_layouts, parse_layout, parse_layouts
+from megatron.training.verification.outcomes import Outcome, Piece, Share, compare, join
+from megatron.training.verification.small_run import SmallRun
+from megatron.training.verification.worker_pool import RankFailed
 from tools import verify_layout as tool
 
 LLAMA = (

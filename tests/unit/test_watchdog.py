@@ -11,11 +11,11 @@ import pytest
 
 from megatron.core import comm
 from megatron.core.utils import UserError
-from megatron.training.cause import Beat, culprit
-from megatron.training.failure import RunFailed, describe, leave
-from megatron.training.failure_server import Hub, Link
-from megatron.training.heartbeat import Pulse
-from megatron.training.watchdog import _check_connected, is_waiting
+from megatron.training.failing.cause import Beat, culprit
+from megatron.training.failing.failure import RunFailed, describe, leave
+from megatron.training.failing.failure_server import Hub, Link
+from megatron.training.failing.heartbeat import Pulse
+from megatron.training.failing.watchdog import _check_connected, is_waiting
 
 INTERVAL = 0.2
 PLACES = ["[dp0]", "[dp1]", "[dp2]"]
@@ -56,7 +56,7 @@ class Rank:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("megatron.training.failure_server.PATIENCE", 1.5)
+    monkeypatch.setattr("megatron.training.failing.failure_server.PATIENCE", 1.5)
     hub = Hub(INTERVAL, Pulse(limit=3.0))
     hub.open(PLACES)
     yield hub

@@ -1,0 +1,152 @@
+"""Carrying a run on: how each part of a checkpoint comes back.
+
+Loading sets, never adds: to load twice is to load once. The log says which part came from where.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from megatron.core import comm
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError, load
+from megatron.core.dist_checkpointing.save import agree, attempt
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.config import ScheduleConfig
+from megatron.core.optimizer.schedule import Schedule
+from megatron.core.utils import Say, human_bytes
+from megatron.training.checkpoints import facts as checkpoint_facts
+from megatron.training.checkpoints import random_states
+from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, Optimizer, items, random_key
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.source import choose
+from megatron.training.config import CheckpointConfig
+from megatron.training.processes.rank_zero import from_first
+from megatron.training.state import TrainState
+
+_WAYS_OUT = (
+    "Check the model's flags (--use-checkpoint-args takes them from the checkpoint); "
+    "--no-load-optim leaves the optimizer's state out, --dist-ckpt-strictness log_all goes on "
+    "without what has no partner, --ckpt-step takes another checkpoint."
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run starts with."""
+
+    state: TrainState
+    schedule: Schedule | None
+    """The schedule to follow."""
+    folder: Path | None = None
+    """None for a start from scratch."""
+    hash: str = ""
+    parts: tuple[str, ...] = ()
+    """What came from the checkpoint: weights, optimizer, random, progress."""
+
+
+def load_checkpoint(
+    config: CheckpointConfig,
+    schedule_config: ScheduleConfig,
+    mesh: Mesh,
+    models: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    run: RunFacts,
+    say: Say,
+) -> Loaded:
+    """Set weights, optimizer, random states and progress from the checkpoint to start from.
+
+    A collective of the world. Without a checkpoint (see `checkpoint_source.choose`) nothing is
+    touched and the run starts at iteration 0.
+
+    Raises:
+        UserError: there is something to load, but it cannot be, or does not fit; with a schedule
+            other than the stored one and no flag to say which, too.
+    """
+    # One rank chooses, so that all take the same checkpoint.
+    source = from_first(mesh.world, lambda: choose(config, say))
+    if source is None:
+        return Loaded(TrainState(), run.schedule)
+    begin, folder, facts = time.monotonic(), source.found.folder, source.found.index.facts
+    say(f" loading checkpoint from {folder.parent} at iteration {facts['iteration']}")
+    fresh = source.weights_only
+    with_optimizer = config.load_optim and not fresh and optimizer is not None
+    if with_optimizer and not facts["parts"]["optimizer"]:
+        raise CheckpointError(
+            f"{folder} was saved without the optimizer's state; give --no-load-optim to start "
+            "with a fresh one, or --finetune to start at iteration 0"
+        )
+    schedules = [run.schedule]
+
+    def follow() -> None:
+        """Choose the schedule, which is only worth a word where the weights fit."""
+        if not fresh:
+            schedules.append(checkpoint_facts.follow(facts, run, schedule_config, say))
+
+    checkpoint_facts.compare(facts, run, mesh, say, fresh=fresh)
+    with Checkpoint(folder, source.found.index) as checkpoint:
+        try:
+            report = load(
+                items(models, optimizer, mesh, saving=False, states=with_optimizer),
+                checkpoint,
+                mesh.world,
+                strictness=config.dist_ckpt_strictness,
+                set_aside=(RANDOM,) if with_optimizer else (RANDOM, OPTIMIZER),
+                verify=config.verify_integrity,
+                fits=follow,
+            )
+        except DamagedError as error:
+            raise DamagedError(
+                f"{error}\n--ckpt-step takes another checkpoint of {folder.parent}."
+            ) from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
+        if with_optimizer and optimizer is not None:
+            optimizer.load_scalars(facts["optimizer"])
+        wants_random = config.load_rng and not fresh
+        got_random = wants_random and _load_random(checkpoint, mesh, say)
+    comm.barrier(mesh.world)
+    checkpoint_facts.tell(report, config, say)
+    got = {
+        "weights": True,
+        "optimizer": with_optimizer,
+        "random": got_random,
+        "progress": not fresh,
+    }
+    parts = tuple(part for part, loaded in got.items() if loaded)
+    state = TrainState() if fresh else TrainState.from_json(facts["progress"])
+    say(
+        f"  successfully loaded checkpoint from {folder.parent} at iteration {state.iteration}: "
+        f"{checkpoint_facts.parts_line(parts, config, fresh)}; {report.tensors} tensors, "
+        f"{human_bytes(report.bytes)} in {time.monotonic() - begin:.1f} s from {folder.name}, "
+        f"hash {report.hash}"
+    )
+    return Loaded(state, schedules[-1], folder, report.hash, parts)
+
+
+def _load_random(checkpoint: Checkpoint, mesh: Mesh, say: Say) -> bool:
+    """Set this rank's generators; say whether all ranks could. A collective of the world.
+
+    Raises:
+        CheckpointError: some rank's states cannot be read; every rank raises.
+    """
+    key = random_key(mesh)
+    here = key in checkpoint.index.tensors
+
+    def unpack() -> None:
+        states = checkpoint.read(key)
+        try:
+            random_states.unpack(states, mesh.device)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {error}; --no-load-rng leaves them out"
+            ) from None
+
+    agree(attempt(unpack, here), mesh.world, CheckpointError)
+    everywhere = all(comm.gather_objects(here, mesh.world))
+    if not everywhere:
+        say("random states are not in the checkpoint for every rank; others start from the seed")
+    return everywhere

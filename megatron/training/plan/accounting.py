@@ -1,0 +1,268 @@
+"""What a run costs, computed from its configs: parameters, their buffers, operations.
+
+Pure functions without torch. `stage_parameters` lists what a rank holds by name and shape, exactly
+as the model builds it; counts and bytes of weights, gradients and optimizer state follow from it
+to the byte.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
+from megatron.training.config import RunConfig
+from megatron.training.plan import accounting_mla
+
+BACKWARD_AND_FORWARD = 3
+"""A backward pass multiplies twice as much as the forward: for inputs and for weights."""
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter of a rank."""
+
+    name: str
+    """Its path in the model."""
+    shape: tuple[int, ...]
+    kind: str
+    """What it belongs to, for sums by kind of layer."""
+    summed: tuple[str, ...] = ()
+    """Axes that its gradient is summed over, as its `Sharding` says."""
+    tied: bool = False
+    """A second copy is on the rank that holds the other end of the model."""
+    apart: bool = False
+    """Another stage of this rank uses it too, so that it lies in a buffer of its own."""
+    qk_norm: bool = False
+    """Gain of a query or key norm, which --apply-wd-to-qk-layernorm decays."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+
+def stage_parameters(
+    model: TransformerConfig,
+    padded_rows: int,
+    stage: Stage,
+    tp: int = 1,
+    *,
+    sequence_parallel: bool = False,
+) -> Iterator[ParameterShape]:
+    """Yield the parameters that a tensor-parallel rank of a stage holds.
+
+    Args:
+        model: the architecture.
+        padded_rows: rows of the vocabulary, padding included.
+        stage: the layers and ends that the rank owns.
+        tp: tensor-parallel ranks.
+        sequence_parallel: ranks see a part of the sequence outside of attention and MLP.
+    """
+    hidden = model.hidden_size
+    # Where ranks see different tokens, gradients of what each holds whole are partial.
+    parted = ("tp",) if sequence_parallel and tp > 1 else ()
+    untied, meet = model.untie_embeddings_and_output_weights, stage.other_end_is_here
+    ends_apart = not (meet or (stage.is_first and stage.is_last))
+    tied = ends_apart and not untied
+    vocabulary = (padded_rows // tp, hidden)
+    # Layers of multi-token prediction need the embedding at the model's end too.
+    ahead = stage.num_mtp_layers > 0 and not stage.is_first
+    if stage.is_first or (ahead and not meet):
+        name = "embedding.word_embeddings.weight"
+        copied = tied or (ends_apart and model.mtp.depths > 0)
+        apart = meet and (not untied or model.mtp.depths > 0)
+        yield ParameterShape(name, vocabulary, "word embedding", tied=copied, apart=apart)
+    if stage.is_first:
+        if model.position.position_embedding_type == "learned_absolute":
+            table = (model.position.max_position_embeddings, hidden)
+            name = "embedding.position_embeddings.weight"
+            yield ParameterShape(name, table, "position embedding", parted)
+    plan = layer_plan(model)
+    for number in stage.layers:
+        yield from _layer(model, f"decoder.layers.{number}", plan[number], tp, parted)
+    if stage.is_last:
+        yield from _norm(model, "decoder.final_layernorm", hidden, parted)
+        if untied or (tied and not ahead):
+            yield ParameterShape("output_layer.weight", vocabulary, "output head", tied=tied)
+    for depth in range(stage.num_mtp_layers):
+        yield from _mtp_layer(model, depth, tp, parted)
+
+
+def _layer(
+    model: TransformerConfig, name: str, plan: LayerPlan, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    for sublayer in plan.sublayers:
+        yield from _norm(model, f"{name}.{sublayer.norm_name}", model.hidden_size, parted)
+        block = f"{name}.{sublayer.block_name}"
+        if sublayer.kind == "mlp":
+            yield from _mlp(model, block, tp, parted)
+        elif sublayer.kind == "multi_latent_attention":
+            yield from _latent_attention(model, block, tp, parted)
+        else:
+            yield from _attention(model, block, tp, parted)
+
+
+def _mtp_layer(
+    model: TransformerConfig, depth: int, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    name, hidden = f"mtp.layers.{depth}", model.hidden_size
+    yield from _norm(model, f"{name}.enorm", hidden, parted)
+    yield from _norm(model, f"{name}.hnorm", hidden, parted)
+    shape = (hidden, 2 * hidden)
+    yield ParameterShape(f"{name}.eh_proj.weight", shape, "prediction ahead", parted)
+    plan = mtp_layer_plan(model, depth)
+    yield from _layer(model, f"{name}.transformer_layer", plan, tp, parted)
+    yield from _norm(model, f"{name}.final_layernorm", hidden, parted)
+
+
+def _norm(
+    model: TransformerConfig, name: str, size: int, summed: tuple[str, ...], kind: str = "norms"
+) -> Iterator[ParameterShape]:
+    yield ParameterShape(f"{name}.weight", (size,), kind, summed)
+    if model.norm.normalization == "LayerNorm":
+        yield ParameterShape(f"{name}.bias", (size,), kind, summed)
+
+
+def _attention(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    attention, hidden, kind = model.attention, model.hidden_size, "attention"
+    heads, size = attention.num_attention_heads // tp, attention.kv_channels
+    # With fewer groups than ranks, a group is repeated on each rank that needs it.
+    groups = max(1, attention.num_query_groups // tp)
+    rows = (heads + 2 * groups) * size
+    shared = ("kv_replica",) if attention.num_query_groups < tp else ()
+    if attention.softmax_type == "learnable":
+        yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
+    yield ParameterShape(f"{name}.linear_qkv.weight", (rows, hidden), kind, shared)
+    if model.add_bias_linear or attention.add_qkv_bias:
+        yield ParameterShape(f"{name}.linear_qkv.bias", (rows,), kind, shared)
+    yield ParameterShape(f"{name}.linear_proj.weight", (hidden, heads * size), kind)
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind, parted)
+    if attention.qk_layernorm:
+        for which in ("q_layernorm", "k_layernorm"):
+            # Each rank normalises heads of its own.
+            gain, *shift = _norm(model, f"{name}.{which}", size, ("tp",), kind)
+            yield from (replace(gain, qk_norm=True), *shift)
+
+
+def _latent_attention(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    attention, hidden, kind = model.attention, model.hidden_size, "attention"
+    heads = attention.num_attention_heads // tp
+    if attention.softmax_type == "learnable":
+        yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
+    for matrix in accounting_mla.projections(model, tp):
+        summed = parted if matrix.is_whole else ()
+        yield ParameterShape(f"{name}.{matrix.name}.weight", matrix.shape, kind, summed)
+    if attention.qk_layernorm:
+        for which, rank in accounting_mla.latents(model).items():
+            gain, *shift = _norm(model, f"{name}.{which}", rank, parted, kind)
+            yield from (replace(gain, qk_norm=which == "q_layernorm"), *shift)
+    shape = (hidden, heads * model.mla.v_head_dim)
+    yield ParameterShape(f"{name}.linear_proj.weight", shape, kind)
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind, parted)
+
+
+def _mlp(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    hidden, inner = model.hidden_size, model.mlp.ffn_hidden_size // tp
+    wide = inner * (2 if model.mlp.is_gated else 1)
+    yield ParameterShape(f"{name}.linear_fc1.weight", (wide, hidden), "mlp")
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_fc1.bias", (wide,), "mlp")
+    yield ParameterShape(f"{name}.linear_fc2.weight", (hidden, inner), "mlp")
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), "mlp", parted)
+
+
+def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
+    """Return the parameters of the whole model by kind, for a vocabulary of ``rows`` rows."""
+    counts: Counter[str] = Counter()
+    whole = Stage(range(model.num_layers), num_mtp_layers=model.mtp.depths)
+    for parameter in stage_parameters(model, rows, whole):
+        counts[parameter.kind] += parameter.numel
+    return dict(counts)
+
+
+def parameter_count(model: TransformerConfig, rows: int) -> int:
+    """Return the parameters of the whole model, for a vocabulary of ``rows`` rows."""
+    return sum(parameters_by_kind(model, rows).values())
+
+
+def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int) -> int:
+    """Return the operations that training on one sample takes, by Megatron-LM's formula.
+
+    Matrix products count two operations per multiply-add, and three times for forward and
+    backward. Causal attention counts half of the full square, a window counts as none; padded
+    rows of the vocabulary count, recomputation does not.
+    """
+    attention, hidden = model.attention, model.hidden_size
+    width = attention.num_attention_heads * attention.kv_channels
+    key_value = 2 * attention.num_query_groups * attention.kv_channels
+    projections = hidden * (width + key_value) + width * hidden
+    mixer = projections + 2 * width * seq_length / 2
+    if model.mla.multi_latent_attention:
+        mixer = accounting_mla.multiply_adds(model, seq_length)
+    mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
+    depths = model.mtp.depths
+    ahead = depths * (3 * hidden + 2 * hidden * hidden)  # norms and eh_proj
+    per_token = (model.num_layers + depths) * (mixer + mlp) + ahead
+    per_token += (1 + depths) * hidden * padded_rows
+    return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
+
+
+class BufferKey(NamedTuple):
+    """What parameters of one buffer have in common; all are of one dtype."""
+
+    summed: tuple[str, ...]
+    alone: str
+    """Name of the parameter that has a buffer of its own; empty elsewhere."""
+    tied: bool
+
+
+def buffer_items(
+    parameters: Sequence[ParameterShape], *, decays_qk_norms: bool = False
+) -> list[Item]:
+    """Return parameters as what buffers are planned from; the same ones share a buffer in a run.
+
+    Args:
+        parameters: of one chunk of the model, in its order.
+        decays_qk_norms: these gains are in the optimizer's group of what is decayed. Groups order
+            a buffer, which moves the bounds of its buckets.
+    """
+    items = []
+    for p in parameters:
+        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied)
+        decays = len(p.shape) > 1 or (p.qk_norm and decays_qk_norms)
+        items.append(Item(p.name, p.numel, key, "decay" if decays else "no_decay"))
+    return items
+
+
+def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:
+    """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
+    parallel, chunks, stages = config.parallel, [], config.stages
+    replicas = config.data_parallel_size * parallel.context_parallel_size
+    for position in config.placement.positions(pp_rank):
+        held = list(
+            stage_parameters(
+                config.model,
+                padded_rows,
+                stages[position],
+                parallel.tensor_model_parallel_size,
+                sequence_parallel=parallel.sequence_parallel,
+            )
+        )
+        items = buffer_items(held, decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm)
+        size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
+        chunks.append(plan_buffers(items, replicas, size))
+    return chunks

@@ -1,0 +1,275 @@
+"""``--dry-run``: the plan of a run as text, from configs alone.
+
+Nothing here touches a device. Of the data, index files are read where they exist, to tell epochs;
+the tokenizer is loaded where its files exist, to tell the vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.utils import UserError, human_bytes, human_count
+from megatron.training.arguments import ParsedRun
+from megatron.training.config import RunConfig
+from megatron.training.plan import accounting, traffic
+from megatron.training.plan import pipeline as pipeline_plan
+from megatron.training.plan.memory import MemoryPlan
+
+GIB = 2**30
+GPT2_IDS = 50257
+CURVE_POINTS = 5
+MOST_STAGES = 16
+"""Stages whose layers are listed although all have equally many."""
+MOST_SIZES = 20
+"""Steps of a batch-size ramp that are shown."""
+
+
+@dataclass(frozen=True)
+class PlannedVocabulary:
+    """The vocabulary's rows, and how they are known."""
+
+    rows: int
+    padded_rows: int
+    source: str
+
+
+def report(run: ParsedRun[RunConfig], program: str) -> str:
+    """Return the whole plan."""
+    config = run.config
+    vocabulary = plan_vocabulary(config.tokenizer, config.parallel.tensor_model_parallel_size)
+    memory = "memory per rank" if config.placement.num_ranks == 1 else "memory by pipeline rank"
+    sections = {
+        "layout": _layout(config),
+        "pipeline": _pipeline(config),
+        "parameters": _parameters(config, vocabulary),
+        "batches": _batches(config),
+        "data": _data(config),
+        "learning rate": _learning_rate(config),
+        "operations": _operations(config, vocabulary),
+        "communication": traffic.lines(config, vocabulary.padded_rows),
+        memory: _memory(config, vocabulary, run.invocation.dry_run_memory),
+        "settings": run.lines(),
+    }
+    lines = [f"plan of {program} (nothing was started)"]
+    for title, content in sections.items():
+        listed = list(content)
+        if listed:
+            lines += ["", f"{title}:", *(f"  {line}" for line in listed)]
+    return "\n".join(lines)
+
+
+def plan_vocabulary(config: TokenizerConfig, tp: int) -> PlannedVocabulary:
+    """Return the rows that the flags give, or the tokenizer's files, or GPT-2's as a guess."""
+    if config.vocab_size is not None:
+        # A null tokenizer adds the end-of-document id.
+        ids = config.vocab_size + (config.tokenizer_type == "NullTokenizer")
+        source = f"--vocab-size {config.vocab_size}"
+    else:
+        ids, source = _ids_of_files(config)
+    sizes = resolve_vocabulary(config, ids, tp)
+    return PlannedVocabulary(sizes.rows, sizes.padded_rows, source)
+
+
+def _ids_of_files(config: TokenizerConfig) -> tuple[int, str]:
+    from megatron.core.tokenizers.build import build_tokenizer  # its libraries take time to import
+
+    try:
+        return build_tokenizer(config).vocab_size, f"{config.tokenizer_type}"
+    except UserError as error:
+        if config.padded_vocab_size is not None:
+            return config.padded_vocab_size, "--padded-vocab-size"
+        return GPT2_IDS, f"GPT-2's, as a guess, because {error}"
+
+
+def _layout(config: RunConfig) -> Iterator[str]:
+    world = config.process.world_size
+    names = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+    sizes = config.parallel.grids(world)[0].sizes
+    factors = " x ".join(f"{name} {sizes[axis]}" for axis, name in names.items())
+    yield f"processes {world} = {factors}"
+    if world > 1:
+        yield f"ranks count up along {', then '.join(names[axis] for axis in sizes)}"
+        groups = [f"{name} {size}" for name, size in group_sizes(config).items() if size > 1]
+        yield f"ranks of a process group: {', '.join(groups)}"
+    counts = [len(stage.layers) for stage in config.stages]
+    each = " ".join(map(str, counts))
+    if len(counts) > MOST_STAGES and len(set(counts)) == 1:
+        each = f"{counts[0]} in each of {len(counts)}"
+    yield f"layers per stage: {each} = {sum(counts)}"
+
+
+def group_sizes(config: RunConfig) -> dict[str, int]:
+    """Return the ranks of a process group of each kind, by the name of its axis (`mesh.Mesh`)."""
+    world, context = config.process.world_size, config.context
+    dense, expert = (grid.sizes for grid in config.parallel.grids(world))
+    tp, cp, dp, pp = (dense[axis] for axis in ("tp", "cp", "dp", "pp"))
+    inner = 1
+    if cp > 1 and "a2a+p2p" in context.cp_comm_type:
+        inner = (context.hierarchical_context_parallel_sizes or (1,))[0]
+    return {
+        "tp": tp,
+        "kv_replica": tp // min(tp, config.model.attention.num_query_groups),
+        "cp": cp,
+        "cp_inner": inner,
+        "cp_outer": cp // inner if inner > 1 else 1,
+        "dp": dp,
+        "dp_cp": dp * cp,
+        "pp": pp,
+        "ends": min(pp, 2),
+        "etp": expert["etp"],
+        "ep": expert["ep"],
+        "edp": world // (expert["etp"] * expert["ep"] * pp),
+        "world": world,
+    }
+
+
+def _pipeline(config: RunConfig) -> Iterator[str]:
+    placement, count = config.placement, pipeline_plan.microbatches(config)
+    if placement.num_ranks == 1:
+        return
+    which = "an" if config.batch_sizes.is_constant else "the largest"
+    yield (
+        f"schedule {config.pipeline.schedule_name(placement)}: {placement.num_ranks} ranks with "
+        f"{placement.num_chunks} stage{'s' * (placement.num_chunks > 1)} each, {count} "
+        f"microbatch{'es' * (count > 1)} in {which} iteration"
+    )
+    if not config.training.skip_train:
+        text, value = pipeline_plan.closed_form(config.pipeline, placement, count)
+        bubble = pipeline_plan.bubble(config.pipeline, placement, count)
+        yield (
+            f"bubble {bubble:.2%} of the work by simulation, {value:.2%} by the closed form {text} "
+            "(stages taken as equal, transfers as free)"
+        )
+    alive = "" if config.training.skip_train else ", and the most microbatches alive at once"
+    ahead = ", m prediction ahead" if config.model.mtp.depths else ""
+    yield f"by rank, its stages with their layers (E embedding{ahead}, L head){alive}:"
+    stages = config.stages
+    moments = pipeline_plan.alive(config.pipeline, placement, count)
+    for rank, found in enumerate(moments):
+        mine = placement.positions(rank)
+        held = " | ".join(f"{position}: {_content(stages[position])}" for position in mine)
+        most = f"; {max(moment.microbatches for moment in found):g} alive" if alive else ""
+        yield f"  {rank:>2}   {held}{most}"
+
+
+def _content(stage: Stage) -> str:
+    """Return what a stage owns: its layers and ends."""
+    layers = stage.layers
+    words = ["E"] * stage.is_first
+    words += [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])] if layers else []
+    words += ["m"] * stage.num_mtp_layers + ["L"] * stage.is_last
+    return " ".join(words) or "none"
+
+
+def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
+    kinds = accounting.parameters_by_kind(config.model, vocabulary.rows)
+    total = sum(kinds.values())
+    yield f"total {total:,} ({human_count(total)})"
+    for kind, count in kinds.items():
+        yield f"  {kind:<20} {count:>17,}  {count / total:6.1%}"
+    yield (
+        f"vocabulary {vocabulary.rows:,} rows, padded to {vocabulary.padded_rows:,} "
+        f"({vocabulary.source})"
+    )
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    training, replicas = config.training, config.data_parallel_size
+    yield (
+        f"micro-batch {training.micro_batch_size} x {replicas} replicas x "
+        f"{config.batch_sizes.final // config.samples_per_pass} microbatches = "
+        f"global batch {config.batch_sizes.final}"
+    )
+    if not config.batch_sizes.is_constant:
+        runs = list(config.batch_sizes.runs())
+        for place, (first, consumed, size, count) in enumerate(runs):
+            if MOST_SIZES // 2 <= place < len(runs) - MOST_SIZES // 2:
+                if place == MOST_SIZES // 2:
+                    yield f"  ... {len(runs) - 2 * place} more sizes"
+                continue
+            length = (
+                "to the end" if count is None else f"for {count:,} iteration{'s' * (count > 1)}"
+            )
+            yield f"  from iteration {first + 1:,} (sample {consumed:,}): {size} {length}"
+    samples = config.total_samples
+    yield (
+        f"{config.total_iterations:,} iterations = {samples:,} samples = "
+        f"{human_count(samples * config.data.seq_length)} tokens"
+    )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.dataloader_type == "external":
+        yield "loaders of the program's own (--dataloader-type external)"
+        return
+    if not data.sources:
+        yield "none named; a run needs --data-path, --train-data-path or --mock-data"
+        return
+    # Here, since numpy takes time to import and is needed where there is data only.
+    from megatron.core.datasets.plan import describe
+    from megatron.training.data import sizes
+
+    notes: list[str] = []
+    try:
+        rows = describe(data, sizes(config, notes.append))
+    except UserError as error:
+        yield f"not read: {error}"
+        return
+    if not config.training.skip_train and all(row.split != "train" for row in rows):
+        notes.append("no training data: a run is refused")
+    yield from (row.line() for row in rows)
+    yield from notes
+
+
+def _learning_rate(config: RunConfig) -> Iterator[str]:
+    if config.training.skip_train or not config.total_iterations:
+        return
+    schedule = config.learning_schedule
+    yield f"{schedule.decay_style}, counted in {schedule.unit}"
+    for position, rate, decay in schedule.curve(CURVE_POINTS):
+        yield f"  after {position:>13,}: {rate:.6e}, weight decay {decay:g}"
+    yield (
+        f"warm-up ends after {schedule.warmup:,}, decay after {schedule.decay:,} {schedule.unit}"
+    )
+
+
+def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
+    per_sample = accounting.flops_per_sample(
+        config.model, config.data.seq_length, vocabulary.padded_rows
+    )
+    per_iteration = per_sample * config.batch_sizes.final
+    yield (
+        f"{per_iteration:.4e} FLOPs per iteration, {per_iteration / config.process.world_size:.4e}"
+        " per rank (causal attention counted as half of the square)"
+    )
+    yield f"{per_sample * config.total_samples:.4e} FLOPs in the whole run"
+
+
+def _memory(config: RunConfig, vocabulary: PlannedVocabulary, gib: float) -> Iterator[str]:
+    plan = MemoryPlan(config, vocabulary.padded_rows)
+    ranks = plan.ranks()
+    for held, numbers in groupby(range(len(ranks)), ranks.__getitem__):
+        first, *others = numbers
+        parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in held.fixed.items() if n)
+        name = f"rank {first}: " if len(ranks) > 1 else ""
+        if others:
+            name = f"ranks {first}-{others[-1]}: "
+        yield (
+            f"{name}{human_bytes(held.total)} = {parts}, activations about "
+            f"{human_bytes(held.activations)} ({held.parameters:,} parameters)"
+        )
+    if config.training.skip_train:
+        return
+    largest = plan.largest_micro_batch(gib * GIB)
+    if not largest:
+        yield f"no micro-batch fits {gib:g} GiB (--dry-run-memory)"
+        return
+    dividing = plan.largest_divisor(gib * GIB)
+    yield (
+        f"largest micro-batch that fits {gib:g} GiB (--dry-run-memory): about {largest} with as "
+        f"many microbatches as now, {dividing or 'none'} of those that divide the global batch"
+    )

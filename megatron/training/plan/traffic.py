@@ -1,0 +1,203 @@
+"""What each rank communicates, in closed form: calls and bytes per axis and collective.
+
+Pure functions of the run's config, without torch, so that a dry run can price a layout. They follow
+from the layers' own rules (`tensor_parallel.mappings`, `context_parallel`, `distributed`), and
+tests compare them with what `comm.counting` counts in real iterations, to the byte.
+
+Bytes are payload as `comm` counts it: the full tensor of a call, what an all-gather returns and
+what a reduce-scatter takes. `wire_bytes` says what of that leaves a rank. The part of forwards and
+backwards is in `traffic_passes`.
+"""
+
+from collections.abc import Mapping
+
+from megatron.core.context_parallel.checks import check_sizes
+from megatron.core.optimizer.memory import BYTES
+from megatron.core.utils import divide, human_bytes
+from megatron.training.config import RunConfig
+from megatron.training.plan.accounting import BufferKey, chunk_buffers
+from megatron.training.plan.traffic_passes import Book, Costs, add_passes
+
+FP64 = 8
+TOTALS = 8
+"""Numbers that `objective.Totals` sums over the world, beside one for each auxiliary loss."""
+NORM = 2
+"""Numbers that the optimizer sums over the world: the squares of the gradient, its zeros."""
+
+
+def expected(
+    config: RunConfig, padded_rows: int, num_microbatches: int, coordinates: Mapping[str, int]
+) -> Costs:
+    """Return what a rank moves in one training iteration, from zero_grad to the new weights.
+
+    In the table, t, c are the ranks along tp, cp; m the microbatches of a replica; N = B S/c the
+    tokens of a microbatch on a rank; H the hidden size; L the rank's layers in
+    v chunks; n, g the query and key
+    heads of a tensor-parallel rank (g at least 1), D their channels, k = 2 g D; e the bytes of a
+    weight, a those of a sum (4, or 8 with --fp64). Each line is (calls) x (bytes of one), all
+    directions together. Axes of one rank move nothing.
+
+        tp              all_reduce      4 m L x N H e       exits forward, entries backward
+                        all_reduce      m x N H e           embedding, forward
+                        all_reduce      m x N H e           head, backward
+                        all_reduce      m x N a, m x 3 N a  cross entropy: maximum; sums
+        tp, sequence    all_gather      6 m L x N H e       entries (again in backward), exits back
+        parallel        reduce_scatter  4 m L x N H e       exits, entries back
+                        each of them    m x N H e           embedding
+                        all_gather      2 m x N H e         head, forward and again in backward
+                        reduce_scatter  m x N H e           head, backward
+                        all_reduce      m x N a, m x 3 N a  cross entropy
+                        all_reduce      v x elements a      gradients of norms and biases, which
+                                                            see a part of the tokens
+        tp              all_reduce      v x elements a      gradients of query and key norms, which
+                                                            see a part of the heads
+        kv_replica      all_reduce      v x L/v k (H + 1) a   key and value rows that several
+                                                            ranks hold; no 1 without biases
+        cp, p2p         shift           2 (c-1) m L x N k e   keys and values, forward and backward
+                        shift           (c-1) m L x N k a     their gradients
+        cp, all_gather  all_gather      2 m L x c N k e       keys and values, twice
+                        reduce_scatter  m L x c N k a         their gradients
+        cp, a2a         all_to_all      2 m L x N (n D + r k) e   with r = lcm(g, c) / g copies
+                        all_to_all      2 m L x N n D e           outputs
+        cp_inner        all_to_all      as a2a, with the inner size for c
+        cp_outer        shift           as p2p, with the outer size for c, and r k for k
+        cp              all_reduce      m x a               tokens of a microbatch, last stage,
+                                                            with --no-calculate-per-token-loss
+        pp              send, receive   m x N H e each (a t-th of it with sequence parallelism) for
+                                        every neighbour of a stage that is on another rank:
+                                        activations one way, gradients the other; on any schedule
+        ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
+                                                            embedding copied for K > 0
+        dp_cp           all_reduce      1 x elements a      for every bucket, padding included
+        world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
+                        all_reduce      1 x 8               norm of weights, --log-params-norm
+
+    Multi-latent attention enters its heads three times: as wide as the queries' latent (or H), as
+    that of keys and values, and as the rotary key, which is not gathered again; g is n, and values
+    have channels of their own. With --tp-comm-overlap and sequence parallelism, gathers forward and
+    scatters backward of entries, and all of exits, are t - 1 shifts of N H e / t each instead,
+    embedding aside (through `comm`; torch's own fused operators, which move as much, it cannot
+    count).
+
+    Each of K layers of multi-token prediction adds, on the last stage, what a layer, an embedding
+    and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
+    modes of the loss, and totals K numbers more.
+
+    Where head and loss work on q > 1 pieces of the sequence (--logits-at-once), the head's input is
+    not gathered again, and cross entropy makes its two calls for every piece, forward and backward:
+    as many bytes in each direction.
+
+    Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
+    checkpoints, evaluation.
+
+    Args:
+        config: the run; its world size is that of the process config.
+        padded_rows: rows of the vocabulary, padding included.
+        num_microbatches: of a replica.
+        coordinates: of the rank, by axis; only ``pp`` makes a difference.
+    """
+    book = Book(axis_sizes(config))
+    add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=True)
+    _sums(book, config, padded_rows, coordinates["pp"])
+    book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
+    book.add("world", "all_reduce", NORM * FP64)
+    if config.logging.log_params_norm:
+        book.add("world", "all_reduce", FP64)
+    return book.costs
+
+
+def expected_evaluation(
+    config: RunConfig, padded_rows: int, num_microbatches: int, coordinates: Mapping[str, int]
+) -> Costs:
+    """Return what a rank moves in one evaluation: the forward parts of `expected`, and totals."""
+    book = Book(axis_sizes(config))
+    add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
+    book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
+    return book.costs
+
+
+def axis_sizes(config: RunConfig) -> dict[str, int]:
+    """Return the ranks along every axis that a dense model communicates over, as `Mesh` has it."""
+    parallel, context = config.parallel, config.context
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    inner = 1
+    if cp > 1 and "a2a+p2p" in context.cp_comm_type:
+        inner, _ = check_sizes(context.hierarchical_context_parallel_sizes, cp)
+    return {
+        "tp": tp,
+        "cp": cp,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp_cp": config.data_parallel_size * cp,
+        "kv_replica": tp // min(tp, config.model.attention.num_query_groups),
+        "cp_inner": inner,
+        "cp_outer": cp // inner if inner > 1 else 1,
+        "ends": min(2, parallel.pipeline_model_parallel_size),
+        "world": config.process.world_size,
+    }
+
+
+def _sums(book: Book, config: RunConfig, padded_rows: int, pp_rank: int) -> None:
+    """Add the sums of gradients, once per iteration."""
+    size, attention = BYTES[config.precision.accumulation_dtype], config.model.attention
+    heads = attention.num_attention_heads // config.parallel.tensor_model_parallel_size
+    for plan in (plan for chunk in chunk_buffers(config, padded_rows, pp_rank) for plan in chunk):
+        assert isinstance(plan.key, BufferKey)
+        for start, stop in plan.buckets:
+            book.add("dp_cp", "all_reduce", (stop - start) * size)
+        if plan.key.tied:
+            book.add("ends", "all_reduce", plan.size * size)
+        if "tp" in plan.key.summed:
+            book.add("tp", "all_reduce", plan.size * size)
+        if "kv_replica" in plan.key.summed:
+            # Of each matrix and bias with one group, the rows of a key and a value head are packed.
+            rows = sum(divide(2 * (slot.stop - slot.start), heads + 2) for slot in plan.slots)
+            book.add("kv_replica", "all_reduce", rows * size)
+
+
+def wire_bytes(op: str, payload: float, ranks: int) -> float:
+    """Return the bytes that a rank sends (of a receive: gets) for a payload, by ring algorithms.
+
+    An all-reduce is a reduce-scatter and an all-gather; in each a rank passes on every share but
+    one. What is sent to one peer goes over the wire as it is.
+    """
+    if ranks == 1:
+        return 0.0
+    shares = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+    if op in shares:
+        return shares[op] * payload * (ranks - 1) / ranks
+    assert op in ("send", "receive", "shift"), op
+    return float(payload)
+
+
+def lines(config: RunConfig, padded_rows: int) -> list[str]:
+    """Return what an iteration moves on the pipeline rank that moves most, one line per axis."""
+    sizes = axis_sizes(config)
+    count = config.batch_sizes.final // config.samples_per_pass
+    ranks = [expected(config, padded_rows, count, {"pp": rank}) for rank in range(sizes["pp"])]
+
+    def wire(costs: Costs, axis: str | None = None) -> float:
+        return sum(
+            wire_bytes(op, cost.bytes, sizes[name])
+            for (name, op), cost in costs.items()
+            if axis in (None, name)
+        )
+
+    busiest = max(range(len(ranks)), key=lambda rank: wire(ranks[rank]))
+    costs = ranks[busiest]
+    if not costs:
+        return []
+    where = (
+        f"a rank at pipeline coordinate {busiest}, the busiest," if len(ranks) > 1 else "each rank"
+    )
+    found = [
+        f"{where} moves {human_bytes(wire(costs))} an iteration by ring algorithms (in brackets: "
+        "calls, and the tensors of all of them)"
+    ]
+    for axis in sorted({name for name, _ in costs}, key=lambda name: -wire(costs, name)):
+        listed = ", ".join(
+            f"{op} ({cost.calls:,}, {human_bytes(cost.bytes)})"
+            for (name, op), cost in costs.items()
+            if name == axis
+        )
+        found.append(f"  {axis:<10} {human_bytes(wire(costs, axis)):>10}  {listed}")
+    return found

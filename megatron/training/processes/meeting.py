@@ -1,0 +1,122 @@
+"""How the processes of a run meet: what can go wrong then, said in one message, in time.
+
+Once connected, all must have been given the same flags, or they would train different models, or
+wait for each other for ever. What may differ from process to process is left out: names of files
+and folders, and how many readers there are.
+"""
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core import comm
+from megatron.core.config import flag_of
+from megatron.core.mesh import Axis
+from megatron.core.utils import UserError
+from megatron.training.config import RunConfig
+from megatron.training.failing import failure
+from megatron.training.health import RunFailed
+from megatron.training.processes.launch import Launch
+
+OWN = frozenset({"num_workers"})
+"""Settings that each process may have its own value of, beside places of files."""
+SILENCE = 1.0
+"""Seconds that rank 0 has to print what is wrong, before a launcher sees that others have ended."""
+PATIENCE = timedelta(seconds=10)
+"""What torch's own limit may be exceeded by: it does not cover a stranger that never answers."""
+
+
+def meet(launch: Launch, connect: Callable[[], None], limit: timedelta) -> None:
+    """Call ``connect``, which joins the world, and say what is wrong if that fails.
+
+    A process that is not through some time after ``limit`` ends with exit code 1.
+
+    Raises:
+        UserError: the meeting point cannot be used.
+        RunFailed: not all processes came.
+    """
+    place = f"{launch.master_addr}:{launch.master_port}"
+    here = f"rank {launch.rank} of {launch.world_size} ({launch.source})"
+    late = (
+        f"{here} did not meet the others at {place} ({launch.rendezvous}) within "
+        f"{limit.total_seconds():.0f} s (--distributed-timeout-minutes): were all "
+        f"{launch.world_size} started, with ranks from 0 and one WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT? Is the port free of other programs? An error that another rank has printed "
+        "comes first"
+    )
+
+    def give_up() -> None:
+        print(f"error: {late}", file=sys.stderr, flush=True)
+        failure.leave(1)
+
+    timer = threading.Timer((limit + PATIENCE).total_seconds(), give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        connect()
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise RunFailed(f"{late} ({_first_line(error)})") from None
+        raise UserError(
+            f"{here} cannot listen at {place}: the port is taken, by another program or by another "
+            "process that is rank 0; set MASTER_PORT to a free one on all processes"
+        ) from None
+    except (dist.DistStoreError, dist.DistBackendError) as error:
+        raise RunFailed(f"{late} ({_first_line(error)})") from None
+    finally:
+        timer.cancel()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse to go on if the processes were given different settings; a collective of the world.
+
+    Raises:
+        UserError: on rank 0, with the first setting that differs, where, and its values.
+        SystemExit: on the others, with the same exit code.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = Axis("world", tuple(range(size)), rank, dist.group.WORLD)
+    mine = common_settings(config)
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
+    digests = comm.gather_objects(digest, world)
+    if len(set(digests)) == 1:
+        return
+    everyone = comm.gather_objects(mine, world)
+    if rank:
+        time.sleep(SILENCE)
+        sys.exit(2)
+    for other, settings in enumerate(everyone):
+        for name, value in settings.items():
+            if value != everyone[0].get(name):
+                raise UserError(
+                    f"the processes were started with different flags: rank {other} has "
+                    f"{flag_of(RunConfig, name)} {value}, rank 0 {everyone[0].get(name)}; start "
+                    "all of them with the same"
+                )
+    raise AssertionError("settings differ, but none of them does")
+
+
+def common_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that all processes must share, by name, as texts."""
+    return {
+        name: repr(value)
+        for name, value in config.flatten().items()
+        if name not in OWN and not _is_place(value)
+    }
+
+
+def _is_place(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_is_place(one) for one in value)
+    return isinstance(value, str) and "/" in value

@@ -1,0 +1,183 @@
+"""A few iterations of a run on its layout, to be compared with those of another layout.
+
+`train` does what a training run does (passes, sums over replicas, optimizer, schedule) on made-up
+samples, and returns this rank's share of what came out; `run` has all ranks of a worker pool do
+it, and puts their shares together. `outcomes` compares.
+
+A comparison to 1e-10 is honest only where rounding stays rounding. Adam divides a gradient by its
+own size, so one that is nothing but rounding (that of a key's bias, which no softmax sees) becomes
+a step as large as any other: a run that is compared needs SGD, or an epsilon far above rounding,
+such as `small_run.ADAM_EPS`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core import comm, sharding
+from megatron.core.datasets.gpt import SampleOptions, make_sample
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.schedule import Progress
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.training import data as run_data
+from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
+from megatron.training.build import build_chunks, build_optimizer, build_passes
+from megatron.training.config import RunConfig
+from megatron.training.health import Health
+from megatron.training.pretrain import Program
+from megatron.training.processes import setup
+from megatron.training.step import Plan, TrainStep
+from megatron.training.timers import Timers
+from megatron.training.verification.outcomes import Outcome, Piece, Share, Traffic, join
+from megatron.training.verification.worker_pool import Pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run to check; it can be pickled, so that workers get it as an argument."""
+
+    config: RunConfig
+    program: Program
+    vocabulary: int
+    """Ids in use; the last one ends documents."""
+
+    @property
+    def samples(self) -> "MadeUp":
+        """Return the samples to train on."""
+        data = self.config.data
+        options = SampleOptions(
+            seq_length=data.seq_length,
+            vocab_size=self.vocabulary,
+            eod=self.vocabulary - 1,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+        return MadeUp(options, self.config.training.seed, self.config.total_samples)
+
+
+class MadeUp:
+    """Samples that are pure functions of their number: random tokens with short documents.
+
+    Every sample masks another number of its first tokens, so that microbatches weigh differently.
+    """
+
+    def __init__(self, options: SampleOptions, seed: int, count: int) -> None:
+        self._options, self._seed, self._count = options, seed, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        generator, length = np.random.default_rng((self._seed, number)), self._options.seq_length
+        text = generator.integers(0, self._options.vocab_size, length + 1)
+        text[generator.random(length + 1) < 1 / 6] = self._options.vocab_size - 1
+        sample = make_sample(text, self._options)
+        sample["loss_mask"][: generator.integers(0, length // 2 + 1)] = 0
+        return sample
+
+
+def train(case: Case, mesh: Mesh) -> Share:
+    """Run the iterations of ``case`` on one rank; a collective of the world."""
+    config, seed = case.config, case.config.training.seed
+    tp = config.parallel.tensor_model_parallel_size
+    vocabulary = resolve_vocabulary(config.tokenizer, case.vocabulary, tp)
+    chunks = build_chunks(config, mesh, vocabulary, case.program.build_model)
+    optimizer = build_optimizer(config, chunks, mesh)
+    passes = build_passes(config, mesh, chunks, case.program.forward_step, Timers(0))
+    step = TrainStep(passes, optimizer, Health(config.health), seed=seed)
+    batches, schedule = _batches(config, mesh, case.samples), config.learning_schedule
+    micro, consumed = config.training.micro_batch_size, 0
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: list[Piece] = []
+    traffic: Traffic = {}
+
+    def seen() -> tuple[bool, bool, bool]:
+        # Asked when all sums are done and before the optimizer, which scales the gradients.
+        if not losses:
+            gradients.extend(_pieces(chunks, "grad"))
+        return False, False, False
+
+    for iteration in range(1, config.total_iterations + 1):
+        size, progress = config.batch_sizes.at(consumed), Progress(iteration - 1, consumed)
+        plan = Plan(
+            iteration=iteration,
+            samples=range(consumed, consumed + size),
+            learning_rate=schedule.learning_rate(progress),
+            weight_decay=schedule.weight_decay(progress),
+        )
+        count = size // (micro * mesh.dp.size)
+        nominal = step.objective.nominal(size, micro, config.data.seq_length)
+        with comm.counting() as counted:
+            result = step.run(plan, batches.take(count), count, nominal, seen)
+        traffic = {key: (counted.calls[key], counted.bytes[key]) for key in counted.calls}
+        assert result.grad_norm is not None, f"iteration {iteration} was skipped"
+        losses += [result.totals.loss, *result.totals.auxiliary_losses.values()]
+        norms.append(float(result.grad_norm))
+        consumed += size
+    return Share(
+        losses=losses,
+        norms=norms,
+        shapes={record.name: record.shape for record in map(sharding.of, _parameters(chunks))},
+        gradients=gradients,
+        weights=_pieces(chunks, "data"),
+        traffic=traffic,
+    )
+
+
+def train_on_rank(rank: int, case: Case) -> Share:
+    """Run `train` as a job of a worker pool."""
+    assert dist.get_world_size() == case.config.process.world_size
+    return train(case, setup.connected_mesh(case.config, torch.device("cpu")))
+
+
+def run(pool: Pool, case: Case, timeout: float = 120.0) -> Outcome:
+    """Train ``case`` on its layout in a worker pool.
+
+    Raises:
+        RankFailed: a rank raised.
+        TimeoutError: it did not end in time.
+    """
+    world = case.config.process.world_size
+    return join(pool.run(world, train_on_rank, case, timeout=timeout))
+
+
+def _batches(config: RunConfig, mesh: Mesh, samples: Samples) -> Batches | NoBatches:
+    """Return this rank's microbatches."""
+    if not run_data.is_read(config, mesh.pp.coordinate):
+        return NoBatches()
+    numbers = training_numbers(
+        mesh,
+        config.batch_sizes,
+        config.training.micro_batch_size,
+        iteration=0,
+        consumed_samples=0,
+        train_iters=config.total_iterations,
+        skipped=frozenset(),
+        order=lambda position: position,
+    )
+    without = run_data.unneeded(config.data)
+    return Batches(samples, numbers, mesh.device, num_workers=0, without=without)
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of all chunks, each once."""
+    return list({id(p): p for chunk in chunks for p in chunk.parameters()}.values())
+
+
+def _pieces(chunks: Sequence[nn.Module], attribute: str) -> list[Piece]:
+    """Return copies, in float64, of what this rank holds of each ``grad`` or ``data``."""
+    pieces = []
+    for parameter in _parameters(chunks):
+        record, local = sharding.of(parameter), getattr(parameter, attribute)
+        for region in record.regions:
+            box = local[sharding.box_slices(region.local)].detach()
+            values = box.to("cpu", torch.float64, copy=True).numpy()
+            pieces.append(Piece(record.name, region.logical, values))
+    return pieces
