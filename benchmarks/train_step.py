@@ -65,7 +65,7 @@ def megatron(size: Size, arch: str, device: str = "cpu", bf16: bool = False) -> 
         hidden_dropout=0.0,
         **(llama if arch == "llama" else {"bias_gelu_fusion": False}),
     )
-    mesh, precision = Mesh.serial(device), PrecisionConfig(bf16=bf16)
+    mesh, precision = Mesh.serial(device), PrecisionConfig.resolve(bf16=bf16)
     dtype = getattr(torch, precision.params_dtype)
     model = GPTModel(config, mesh, vocab_size=size.vocab, dtype=dtype)
     rng.initialize(model, 0)

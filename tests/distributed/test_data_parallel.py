@@ -43,7 +43,7 @@ def _tensor_parallel(rank: int) -> None:
     mesh = Mesh.create(ParallelConfig.resolve(tensor_model_parallel_size=2), torch.device("cpu"))
     model = Share(rank)
     optimizer = build_optimizer(
-        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig(fp64=True)
+        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig.resolve(fp64=True)
     )
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -70,7 +70,7 @@ def _data_parallel(rank: int) -> None:
     model.bias = Share._make((10,), sharding.whole((10,), Init(), decay=False))
     sharding.name_parameters(model)
     optimizer = build_optimizer(
-        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig(fp64=True)
+        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig.resolve(fp64=True)
     )
     for parameter in model.parameters():
         assert parameter.grad is not None

@@ -70,7 +70,7 @@ def test_bf16_is_as_near_to_float64_as_on_the_cpu(variant: str) -> None:
     Rounding goes another way on each device. On the CPU products are summed in fp32, as on CUDA.
     """
     exact = small(VARIANTS[variant])
-    half = replace(exact, precision=PrecisionConfig(bf16=True))
+    half = replace(exact, precision=PrecisionConfig.resolve(bf16=True))
     want = trained(exact, "cpu")
     here, there = (_distance(trained(half, device), want) for device in (DEVICE, "cpu"))
     assert 0 < here <= min(4 * max(there, 1e-3), 0.02), (here, there)

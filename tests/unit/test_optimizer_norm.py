@@ -39,7 +39,7 @@ def make(
     dtype: torch.dtype = torch.float32, mesh: Mesh | None = None, **fields: object
 ) -> tuple[Weights, Optimizer]:
     model = Weights(dtype)
-    precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp64=dtype == torch.float64)
+    precision = PrecisionConfig.resolve(bf16=dtype == torch.bfloat16, fp64=dtype == torch.float64)
     config = OptimizerConfig(**fields)
     return model, build_optimizer(config, [model], mesh or Mesh.serial(), precision)
 
@@ -180,7 +180,7 @@ def test_opt_05_any_iterable_is_clipped() -> None:
     for modules in (lambda m: [m], lambda m: (m for m in (m,))):
         model = Weights()
         config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, clip_grad=0.5)
-        optimizer = build_optimizer(config, modules(model), Mesh.serial(), PrecisionConfig())
+        optimizer = build_optimizer(config, modules(model), Mesh.serial(), PrecisionConfig.resolve())
         before = model.matrix.detach().clone()
         set_gradients(model)
         optimizer.step(1.0, lr=1.0, weight_decay=0.0)

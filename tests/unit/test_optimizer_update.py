@@ -17,9 +17,9 @@ from megatron.core.sharding import Init
 from megatron.core.transformer.config import TransformerConfig
 
 PRECISION = {
-    torch.float32: PrecisionConfig(),
-    torch.float64: PrecisionConfig(fp64=True),
-    torch.bfloat16: PrecisionConfig(bf16=True),
+    torch.float32: PrecisionConfig.resolve(),
+    torch.float64: PrecisionConfig.resolve(fp64=True),
+    torch.bfloat16: PrecisionConfig.resolve(bf16=True),
 }
 
 

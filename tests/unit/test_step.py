@@ -113,7 +113,7 @@ def make_step(
 ) -> TrainStep:
     model, mesh = model or Tiny(), Mesh.serial()
     optimizer = build_optimizer(
-        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig(fp64=True)
+        OptimizerConfig(clip_grad=0.0), [model], mesh, PrecisionConfig.resolve(fp64=True)
     )
     passes = Passes([model], forward_step, Objective(per_token, mesh), Timers(0))
     return TrainStep(passes, optimizer, Health(health or HealthConfig()), seed=1)
