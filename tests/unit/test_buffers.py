@@ -176,10 +176,13 @@ def test_only_owned_elements_are_in_the_ranges() -> None:
     other = parameter(6)
     (buffer,) = build_buffers([other, bias, table], torch.float32, group_of=by_decay)
     # Backwards: table at 0, bias at 64, other at 128.
-    assert buffer.owned_ranges(Mesh.serial()) == [(0, 15), (64, 74 + 54 + 6)]
-    assert buffer.owned_numel(Mesh.serial()) == 15 + 10 + 6
-    assert buffer.owned_ranges(second_of_two("tp")) == [(0, 15), (128, 134)]
-    assert buffer.owned_numel(second_of_two("tp")) == 21
+    everything = [(0, 15), (64, 74), (128, 134)]
+    assert buffer.owned_ranges(Mesh.serial()) == everything
+    assert layout.bridge_gaps(everything, buffer.plan) == [(0, 15), (64, 134)]
+    second = [(0, 15), (128, 134)]
+    assert buffer.owned_ranges(second_of_two("tp")) == second
+    assert layout.bridge_gaps(second, buffer.plan) == second
+    assert buffer.owned_ranges(second_of_two("dp_cp")) == []
 
 
 def test_one_process_moves_no_byte() -> None:

@@ -11,7 +11,6 @@ else (`FlatBuffer.zero_grad` puts the view back), and ``parameter.data`` replace
 """
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +76,29 @@ class FlatBuffer:
                 "optimizer's zero_grad() and never set .grad"
             )
 
-    def owned_ranges(self, mesh: Mesh) -> list[Range]:
-        """Return the flat ranges of the elements that this model-parallel rank owns.
+    @property
+    def spans(self) -> list[Range]:
+        """Return the ranges whose gradients are whole here once reduced, and are updated here."""
+        return [(0, self.plan.size)]
 
-        Rows that only pad a vocabulary and replicas owned by another rank are left out; gaps
-        between parameters, which hold zeros, may be included.
+    @property
+    def weight_pieces(self) -> list[Tensor]:
+        """Return the weights in `spans`."""
+        return [self.data[start:stop] for start, stop in self.spans]
+
+    @property
+    def grad_pieces(self) -> list[Tensor]:
+        """Return the gradients in `spans`."""
+        return [self.grad[start:stop] for start, stop in self.spans]
+
+    def owned_ranges(self, mesh: Mesh) -> list[Range]:
+        """Return the ranges of the elements that this rank answers for in sums over the world.
+
+        Each logical element is answered for once: rows that only pad a vocabulary, what another
+        rank owns and what another replica counts are left out.
         """
+        if mesh[self.data_axis].coordinate > 0:
+            return []
         coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()}
         ranges = []
         for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
@@ -91,28 +107,7 @@ class FlatBuffer:
                 for start, stop in layout.box_ranges(parameter.shape, region.local):
                     mine.append((slot.start + start, slot.start + stop))
             ranges += layout.merge(sorted(mine))
-        return _bridge_gaps(ranges, self.plan)
-
-    def owned_numel(self, mesh: Mesh) -> int:
-        """Return how many elements this model-parallel rank owns."""
-        coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()}
-        return sum(
-            torch.Size(sharding.box_shape(region.local)).numel()
-            for parameter in self.parameters
-            for region in sharding.of(parameter).owned(coordinates)
-        )
-
-
-def _bridge_gaps(ranges: list[Range], plan: BufferPlan) -> list[Range]:
-    """Join ranges of neighbouring parameters over the alignment gap between them."""
-    following = {slot.stop: after.start for slot, after in pairwise(plan.slots)}
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and following.get(joined[-1][1]) == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
+        return ranges
 
 
 def _allow_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ aligned shares for the data-parallel ranks. Gaps hold zeros for ever: nobody wri
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron.core.utils import divide, round_up
 
@@ -162,3 +163,15 @@ def merge(ranges: Sequence[Range]) -> list[Range]:
         else:
             merged.append((start, stop))
     return merged
+
+
+def bridge_gaps(ranges: Sequence[Range], plan: BufferPlan) -> list[Range]:
+    """Join ranges of neighbouring parameters over the gap of zeros between them."""
+    following = {slot.stop: after.start for slot, after in pairwise(plan.slots)}
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and following.get(joined[-1][1]) == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined

@@ -9,10 +9,9 @@ gradient is not finite, so that nobody waits for the device.
 """
 
 import torch
-from torch import Tensor
 
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.groups import Settings
+from megatron.core.optimizer.update import Ranges, Step
 
 
 class Adam:
@@ -26,42 +25,22 @@ class Adam:
         decoupled = config.decoupled_weight_decay
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
-    def update(
-        self,
-        parameter: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        settings: Settings,
-        *,
-        step: Tensor,
-        inverse_scale: Tensor | None,
-        found_nonfinite: Tensor,
-    ) -> None:
-        """Update one range in place.
-
-        Args:
-            parameter: fp32 or fp64, one-dimensional.
-            grad: of the same dtype; divided by ``inverse_scale`` in place.
-            state: the moments.
-            settings: learning rate and decay of the range's group.
-            step: number of this update, from 1.
-            inverse_scale: fp32 divisor of the gradient; None leaves it.
-            found_nonfinite: fp32; 1 leaves everything as it is.
-        """
+    def update(self, ranges: Ranges, step: Step) -> None:
+        """Update ranges in place; see `UpdateRule`."""
         self._kernel(
-            [parameter],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
+            ranges.parameters,
+            ranges.grads,
+            ranges.states["exp_avg"],
+            ranges.states["exp_avg_sq"],
             [],
-            [step],
-            lr=settings.lr,
+            [step.number] * len(ranges.parameters),
+            lr=step.settings.lr,
             beta1=self.beta1,
             beta2=self.beta2,
-            weight_decay=settings.weight_decay,
+            weight_decay=step.settings.weight_decay,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=inverse_scale,
-            found_inf=found_nonfinite,
+            grad_scale=step.inverse_scale,
+            found_inf=step.found_nonfinite,
         )

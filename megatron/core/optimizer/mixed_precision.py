@@ -1,51 +1,152 @@
-"""Master weights: the optimizer's own copy of parameters that are too coarse to be updated.
+"""What a rank updates of one buffer: masters where weights are coarse, and states of any dtype.
 
 bf16 has 8 bits of mantissa, so a step of less than 1/256 of a weight would be lost. A `Shard` of
 bf16 parameters holds fp32 masters, updates those and rounds them into the parameters; fp32 and fp64
 parameters are updated in place and cost no copy.
+
+Update rules count in fp32 or fp64. Gradients, masters and states that are kept in less are widened
+a piece at a time, updated and rounded back, so that the wide copies stay small.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megatron.core import sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.buffers import FlatBuffer
 from megatron.core.distributed.layout import Range
+from megatron.core.optimizer.update import Member, Ranges, Step, UpdateRule
+
+AT_ONCE = 1 << 22
+"""Elements that are widened at once."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """In which dtypes an optimizer keeps what."""
+
+    main: torch.dtype
+    """Of masters; weights of this dtype have none."""
+    computing: torch.dtype
+    """Of the arithmetic."""
+    states: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """By state; those that are not here have the dtype of the arithmetic."""
 
 
 class Shard:
-    """The contiguous range of one flat buffer that this rank updates, and its optimizer state."""
+    """The ranges of one flat buffer that this rank updates, and their optimizer state."""
 
-    def __init__(
-        self, buffer: FlatBuffer, span: Range, state_names: Iterable[str], main_dtype: torch.dtype
-    ) -> None:
-        self.buffer, self.span = buffer, span
-        start, stop = span
-        self.parameters = buffer.data[start:stop]
-        self.has_masters = self.parameters.dtype != main_dtype
-        self.main = self.parameters.to(main_dtype) if self.has_masters else self.parameters
-        self.grad = buffer.grad[start:stop]
-        assert self.grad.dtype == main_dtype, f"{self.grad.dtype} gradients, {main_dtype} weights"
-        self.state: dict[str, Tensor] = {name: torch.zeros_like(self.main) for name in state_names}
+    def __init__(self, buffer: FlatBuffer, state_names: Iterable[str], dtypes: Dtypes) -> None:
+        self.buffer, self.dtypes = buffer, dtypes
+        self.spans = buffer.spans
+        self.sizes = [stop - start for start, stop in self.spans]
+        self.weights, self.grads = buffer.weight_pieces, buffer.grad_pieces
+        self.has_masters = buffer.data.dtype != dtypes.main
+        # One piece of memory for all ranges, cut into views.
+        self.mains = self.weights
+        if self.has_masters:
+            masters = torch.cat([piece.to(dtypes.main) for piece in self.weights])
+            self.mains = list(masters.split(self.sizes))
+        device = buffer.grad.device
+        self.states: dict[str, list[Tensor]] = {}
+        for name in state_names:
+            dtype = dtypes.states.get(name, dtypes.computing)
+            zeros = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
+            self.states[name] = list(zeros.split(self.sizes))
+        self.groups = self._groups()
 
-    def segments(self) -> list[tuple[str, slice]]:
-        """Return (group, slice of this shard) of each optimizer group in it."""
+    def _groups(self) -> list[tuple[str, Ranges]]:
+        """Return what is updated of each optimizer group."""
         found = []
         for group, segment in self.buffer.plan.segments:
-            common = layout.intersect(segment, self.span)
-            if common is not None:
-                found.append((group, slice(common[0] - self.span[0], common[1] - self.span[0])))
+            cuts: list[tuple[int, slice]] = []
+            members: list[Member] = []
+            for number, span in enumerate(self.spans):
+                common = layout.intersect(segment, span)
+                if common is None:
+                    continue
+                members += self._members(common, len(cuts))
+                cuts.append((number, slice(common[0] - span[0], common[1] - span[0])))
+            if cuts:
+                ranges = Ranges(
+                    _cut(self.mains, cuts),
+                    _cut(self.grads, cuts),
+                    {name: _cut(state, cuts) for name, state in self.states.items()},
+                    tuple(members),
+                )
+                found.append((group, ranges))
         return found
 
-    def cut(self, ranges: Iterable[Range]) -> list[slice]:
-        """Return the parts of the buffer's ``ranges`` that lie in this shard, as its slices."""
-        common = [layout.intersect(each, self.span) for each in ranges]
-        start = self.span[0]
-        return [slice(part[0] - start, part[1] - start) for part in common if part is not None]
+    def members(self) -> Iterator[tuple[int, Member]]:
+        """Yield (number of the span, part of a parameter in it), in order."""
+        for number, span in enumerate(self.spans):
+            for member in self._members(span, number):
+                yield number, member
+
+    def _members(self, part: Range, number: int) -> Iterator[Member]:
+        buffer = self.buffer
+        for slot, parameter in zip(buffer.plan.slots, buffer.parameters, strict=True):
+            common = layout.intersect((slot.start, slot.stop), part)
+            if common is not None:
+                yield Member(
+                    sharding.of(parameter),
+                    tuple(parameter.shape),
+                    number,
+                    slice(common[0] - part[0], common[1] - part[0]),
+                    common[0] - slot.start,
+                )
+
+    def cut(self, ranges: Iterable[Range]) -> list[tuple[int, slice]]:
+        """Return the parts of the buffer's ``ranges`` in this shard: (number of span, slice)."""
+        return [
+            (number, slice(common[0] - span[0], common[1] - span[0]))
+            for each in ranges
+            for number, span in enumerate(self.spans)
+            if (common := layout.intersect(each, span)) is not None
+        ]
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """Return the masters, cut like `spans`; empty where weights are updated in place."""
+        return self.mains if self.has_masters else []
+
+    def kinds(self) -> dict[str, list[Tensor]]:
+        """Return masters and states by name, each cut like `spans`."""
+        masters = {"master": self.mains} if self.has_masters else {}
+        return {**masters, **self.states}
 
     def publish(self) -> None:
         """Round the masters into the parameters."""
         if self.has_masters:
-            self.parameters.copy_(self.main)
+            for weight, main in zip(self.weights, self.mains, strict=True):
+                weight.copy_(main)
+
+
+def _cut(pieces: list[Tensor], cuts: list[tuple[int, slice]]) -> list[Tensor]:
+    return [pieces[number][part] for number, part in cuts]
+
+
+def update(rule: UpdateRule, ranges: Ranges, step: Step, computing: torch.dtype) -> None:
+    """Let ``rule`` update ``ranges``, in fp32 or fp64 whatever the dtypes they are kept in."""
+    kept = [*ranges.parameters, *ranges.grads, *(t for ts in ranges.states.values() for t in ts)]
+    if all(tensor.dtype == computing for tensor in kept):
+        rule.update(ranges, step)
+        return
+    for number, parameter in enumerate(ranges.parameters):
+        for start in range(0, parameter.numel(), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            main, grad = parameter[part], ranges.grads[number][part]
+            states = {name: pieces[number][part] for name, pieces in ranges.states.items()}
+            wide = Ranges(
+                [main.to(computing)],
+                [grad.to(computing)],
+                {name: [state.to(computing)] for name, state in states.items()},
+                (),
+            )
+            rule.update(wide, step)
+            main.copy_(wide.parameters[0])
+            for name, state in states.items():
+                state.copy_(wide.states[name][0])

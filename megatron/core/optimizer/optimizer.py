@@ -14,12 +14,12 @@ waits for the device.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm, sharding
+from megatron.core import comm
 from megatron.core.distributed import layout
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
@@ -27,30 +27,11 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer import clip, groups
 from megatron.core.optimizer.adam import Adam
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.groups import Settings
-from megatron.core.optimizer.mixed_precision import Shard
+from megatron.core.optimizer.mixed_precision import Dtypes, Shard, update
 from megatron.core.optimizer.sgd import SGD
+from megatron.core.optimizer.update import Step, UpdateRule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Sharding
-
-
-class UpdateRule(Protocol):
-    """How a flat range is updated from its gradient."""
-
-    state_names: tuple[str, ...]
-
-    def update(
-        self,
-        parameter: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        settings: Settings,
-        *,
-        step: Tensor,
-        inverse_scale: Tensor | None,
-        found_nonfinite: Tensor,
-    ) -> None: ...
-
 
 RULES: dict[str, type[Adam] | type[SGD]] = {"adam": Adam, "sgd": SGD}
 
@@ -93,25 +74,22 @@ class StateTensor:
 class Optimizer:
     """Updates the parameters of this rank's model chunks, which lie in flat buffers."""
 
-    def __init__(self, config: OptimizerConfig, data_parallel: DataParallel, mesh: Mesh) -> None:
+    def __init__(
+        self, config: OptimizerConfig, data_parallel: DataParallel, mesh: Mesh, dtypes: Dtypes
+    ) -> None:
         self.config, self.data_parallel, self.mesh = config, data_parallel, mesh
+        self.dtypes = dtypes
         self._rule: UpdateRule = RULES[config.optimizer](config)
         buffers = data_parallel.buffers
-        self.shards = [
-            Shard(buffer, span, self._rule.state_names, buffer.grad.dtype)
-            for buffer in buffers
-            for span in buffer.plan.shards(0, 1)
-        ]
+        self.shards = [Shard(buffer, self._rule.state_names, dtypes) for buffer in buffers]
         self._step = torch.zeros((), dtype=torch.float32, device=mesh.device)
         # Replicas hold the same gradients: one of them counts.
-        self._owned: list[list[slice]] = []
+        self._owned: list[list[tuple[int, slice]]] = []
         self._owned_numel = 0
-        for buffer in buffers:
-            counts = mesh[buffer.data_axis].coordinate == 0
-            self._owned_numel += buffer.owned_numel(mesh) if counts else 0
         for shard in self.shards:
-            counts = mesh[shard.buffer.data_axis].coordinate == 0
-            self._owned.append(shard.cut(shard.buffer.owned_ranges(mesh)) if counts else [])
+            ranges = shard.buffer.owned_ranges(mesh)
+            self._owned_numel += sum(stop - start for start, stop in ranges)
+            self._owned.append(shard.cut(layout.bridge_gaps(ranges, shard.buffer.plan)))
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
@@ -147,23 +125,16 @@ class Optimizer:
         options = groups.settings(lr, weight_decay)
         for shard in self.shards:
             inverse = self._apply_scale(shard, scale)
-            for group, part in shard.segments():
-                self._rule.update(
-                    shard.main[part],
-                    shard.grad[part],
-                    {name: state[part] for name, state in shard.state.items()},
-                    options[group],
-                    step=self._step,
-                    inverse_scale=inverse,
-                    found_nonfinite=found,
-                )
+            for group, ranges in shard.groups:
+                how = Step(options[group], self._step, inverse, found)
+                update(self._rule, ranges, how, self.dtypes.computing)
             shard.publish()
         return Update(norm, found, num_zeros)
 
     def _apply_scale(self, shard: Shard, scale: Tensor) -> Tensor | None:
         """Return the fp32 divisor that applies ``scale`` in the update; None: it is applied."""
-        if shard.grad.dtype == torch.float64:
-            shard.grad *= scale  # the fused update would round the scale to fp32
+        if self.dtypes.computing == torch.float64:
+            torch._foreach_mul_(shard.grads, scale)  # the fused update would round it to fp32
             return None
         return scale.reciprocal().float()
 
@@ -173,22 +144,22 @@ class Optimizer:
         """Return the norm of the whole model's scaled gradient, and the count of its zeros."""
         device = self.mesh.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
-        totals[0] = clip.sum_of_squares(self._owned_of("grad"), device)
+        totals[0] = clip.sum_of_squares(self._owned_of("grads"), device)
         if count_zeros:
-            totals[1] = clip.count_zeros(self._owned_of("grad"), self._owned_numel, device)
+            totals[1] = clip.count_zeros(self._owned_of("grads"), self._owned_numel, device)
         comm.all_reduce(totals, self.mesh.world)
         return totals[0].sqrt() * gradient_scale, totals[1] if count_zeros else None
 
-    def _owned_of(self, what: str) -> Iterator[Tensor]:
+    def _owned_of(self, what: Literal["grads", "mains"]) -> Iterator[Tensor]:
         for shard, parts in zip(self.shards, self._owned, strict=True):
-            flat: Tensor = getattr(shard, what)
-            for part in parts:
-                yield flat[part]
+            pieces: list[Tensor] = getattr(shard, what)
+            for number, part in parts:
+                yield pieces[number][part]
 
     @torch.no_grad()
     def params_norm(self) -> Tensor:
         """Return the norm of the whole model's weights (of the masters, where there are)."""
-        total = clip.sum_of_squares(self._owned_of("main"), self.mesh.device)
+        total = clip.sum_of_squares(self._owned_of("mains"), self.mesh.device)
         comm.all_reduce(total, self.mesh.world)
         return total.sqrt()
 
@@ -198,23 +169,16 @@ class Optimizer:
         Weights that are updated in place are no state of the optimizer and do not appear.
         """
         for shard in self.shards:
-            kinds = {"master": shard.main} if shard.has_masters else {}
-            kinds.update(shard.state)
-            buffer = shard.buffer
-            for slot, parameter in zip(buffer.plan.slots, buffer.parameters, strict=True):
-                common = layout.intersect((slot.start, slot.stop), shard.span)
-                if common is None:
-                    continue
-                start, stop = common[0] - shard.span[0], common[1] - shard.span[0]
-                record = sharding.of(parameter)
-                for kind, flat in kinds.items():
+            kinds = shard.kinds()
+            for number, member in shard.members():
+                for kind, pieces in kinds.items():
                     yield StateTensor(
-                        key=f"optimizer.{kind}.{record.name}",
-                        sharding=record,
-                        shape=tuple(parameter.shape),
-                        start=common[0] - slot.start,
-                        stop=common[1] - slot.start,
-                        tensor=flat[start:stop],
+                        key=f"optimizer.{kind}.{member.record.name}",
+                        sharding=member.record,
+                        shape=member.shape,
+                        start=member.start,
+                        stop=member.stop,
+                        tensor=pieces[number][member.place],
                     )
 
     def scalars(self) -> dict[str, int]:
@@ -231,8 +195,10 @@ class Optimizer:
         return {
             "weights": sum(buffer.data.nbytes for buffer in buffers),
             "gradients": sum(buffer.grad.nbytes for buffer in buffers),
-            "masters": sum(shard.main.nbytes for shard in self.shards if shard.has_masters),
-            "states": sum(t.nbytes for shard in self.shards for t in shard.state.values()),
+            "masters": sum(t.nbytes for shard in self.shards for t in shard.masters),
+            "states": sum(
+                t.nbytes for shard in self.shards for kept in shard.states.values() for t in kept
+            ),
         }
 
 
@@ -248,8 +214,16 @@ def build_optimizer(
     The parameters are named and initialised already: masters are taken from them. ``replicas`` says
     how their gradients are summed.
     """
-    grad_dtype: torch.dtype = getattr(torch, precision.accumulation_dtype)
     data_parallel = DataParallel(
-        modules, mesh, grad_dtype, group_of=groups.grouping(config), config=replicas
+        modules,
+        mesh,
+        getattr(torch, precision.grad_dtype),
+        group_of=groups.grouping(config),
+        config=replicas,
     )
-    return Optimizer(config, data_parallel, mesh)
+    dtypes = Dtypes(
+        main=getattr(torch, precision.main_dtype),
+        computing=getattr(torch, precision.accumulation_dtype),
+        states={name: getattr(torch, kept) for name, kept in precision.state_dtypes.items()},
+    )
+    return Optimizer(config, data_parallel, mesh, dtypes)

@@ -4,10 +4,9 @@ With ``b`` the momentum buffer, ``b = momentum b + g + wd p`` and then ``p = p -
 """
 
 import torch
-from torch import Tensor
 
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.groups import Settings
+from megatron.core.optimizer.update import Ranges, Step
 
 
 class SGD:
@@ -19,30 +18,20 @@ class SGD:
         self.momentum = config.sgd_momentum
         self.state_names = ("momentum_buffer",) if self.momentum else ()
 
-    def update(
-        self,
-        parameter: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        settings: Settings,
-        *,
-        step: Tensor,
-        inverse_scale: Tensor | None,
-        found_nonfinite: Tensor,
-    ) -> None:
-        """Update one range in place; the arguments are those of `Adam.update`."""
+    def update(self, ranges: Ranges, step: Step) -> None:
+        """Update ranges in place; see `UpdateRule`."""
         torch._fused_sgd_(
-            [parameter],
-            [grad],
-            list(state.values()),
-            weight_decay=settings.weight_decay,
+            ranges.parameters,
+            ranges.grads,
+            ranges.states.get("momentum_buffer", []),
+            weight_decay=step.settings.weight_decay,
             momentum=self.momentum,
-            lr=settings.lr,
+            lr=step.settings.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
             # A buffer of zeros gives the same first step as none.
             is_first_step=False,
-            grad_scale=inverse_scale,
-            found_inf=found_nonfinite,
+            grad_scale=step.inverse_scale,
+            found_inf=step.found_nonfinite,
         )
