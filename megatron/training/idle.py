@@ -58,7 +58,22 @@ def _idle(config: RunConfig) -> dict[str, str]:
         idle["log_progress"] = "no --save"
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):
         idle |= dict.fromkeys(("load_optim", "load_rng"), "no --load")
-    return idle | _idle_layout(config) | _idle_groups(config)
+    return idle | _idle_precision(config) | _idle_layout(config) | _idle_groups(config)
+
+
+def _idle_precision(config: RunConfig) -> dict[str, str]:
+    """Return the settings of number formats that are not used."""
+    precision = config.precision
+    idle: dict[str, str] = {}
+    if not precision.is_scale_dynamic:
+        names = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        why = "--loss-scale is constant" if precision.fp16 else "no --fp16"
+        idle |= dict.fromkeys(names, why)
+    if not precision.bf16:
+        idle["grad_reduce_in_bf16"] = "no --bf16"
+    if precision.params_dtype == precision.accumulation_dtype:
+        idle["accumulate_allreduce_grads_in_fp32"] = f"weights are {precision.params_dtype}"
+    return idle
 
 
 def _idle_layout(config: RunConfig) -> dict[str, str]:

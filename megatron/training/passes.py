@@ -115,7 +115,7 @@ class Passes:
         count: int,
         sums: Accumulator,
         *,
-        nominal: float,
+        divisor: float,
         key_of: KeyOf,
         before_last_backward: ChunkCallback | None = None,
         after_last_backward: ChunkCallback | None = None,
@@ -126,7 +126,7 @@ class Passes:
             microbatches: this rank's, in order.
             count: how many.
             sums: takes the terms of the objective.
-            nominal: what the loss is divided by before backward.
+            divisor: what the loss is divided by before backward; a loss scale is in it.
             key_of: gives the key of the dropout masks.
             before_last_backward: told of a chunk before the last gradients are added to it.
             after_last_backward: told of it afterwards.
@@ -142,7 +142,7 @@ class Passes:
                 return out
             terms = self.objective.terms(out)
             sums.add(*terms)
-            return self.objective.minimised(terms) / nominal
+            return self.objective.minimised(terms) / divisor
 
         self._executor.run(
             self._schedule(count),

@@ -7,6 +7,11 @@
 
 A batch without a valid token, and one whose loss or gradient is not finite or whose loss is a
 spike that is looked for, leaves the weights as they are. What happens then is `health`'s to say.
+
+Backward starts from the loss times a loss scale, and the optimizer's one scale takes it out again.
+Gradients that overflow under a dynamic one (--fp16) tell it to fall, and the step is left out on
+all ranks. That is no fault of the run, unless the scale cannot fall any further or the loss itself
+is not finite: no scale reaches into the forward pass.
 """
 
 import functools
@@ -21,6 +26,7 @@ from torch import Tensor, nn
 from megatron.core import comm, sharding
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, Update
+from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.rng import DropoutKey
 from megatron.training.batches import Batch
 from megatron.training.health import Health
@@ -54,6 +60,8 @@ class StepResult:
     """The weights were left as they are."""
     nan: bool = False
     """Because a loss or gradient was not finite."""
+    overflow: bool = False
+    """Because gradients overflowed, which a smaller loss scale may cure."""
 
 
 class TrainStep:
@@ -95,12 +103,14 @@ class TrainStep:
         """
         self.optimizer.zero_grad()
         sums, replicas = self.passes.accumulator(), self.optimizer.data_parallel
+        # What gradients are of: the sum of losses over this, which the loss scale makes smaller.
+        divisor = nominal / self.optimizer.scaler.scale
         with self.timers.measure("forward-backward"):
             self.passes.train(
                 microbatches,
                 count,
                 sums,
-                nominal=nominal,
+                divisor=divisor,
                 key_of=functools.partial(self._key, plan.iteration),
                 before_last_backward=replicas.begin,
                 after_last_backward=replicas.finish,
@@ -110,14 +120,18 @@ class TrainStep:
         with self.timers.measure("all-reduce-totals", level=2):
             totals = sums.reduce(seen())
         if not totals.is_finite:
-            self.health.non_finite(_where(totals), plan.iteration, plan.samples)
+            what = _where(totals)
+            if self.optimizer.scaler.is_dynamic:
+                self.optimizer.scaler.update(overflow=True)
+                what += " (fp16 ends at 65504, which is no matter of the loss scale; try --bf16)"
+            self.health.non_finite(what, plan.iteration, plan.samples)
             return StepResult(totals=totals, grad_norm=None, skipped=True, nan=True)
         if totals.tokens == 0:
             return StepResult(totals=totals, grad_norm=None, skipped=True)
         self.health.check_spike(totals.loss, plan.iteration, plan.samples)
         with self.timers.measure("optimizer"):
             update = self.optimizer.step(
-                nominal / totals.denominator,
+                divisor / totals.denominator,
                 lr=plan.learning_rate,
                 weight_decay=plan.weight_decay,
                 count_zeros=self.count_zeros,
@@ -130,27 +144,35 @@ class TrainStep:
         return DropoutKey(self.seed, iteration, number, self.mesh.cp.coordinate)
 
     def _judge(self, plan: Plan, totals: Totals, update: Update) -> StepResult:
-        """Let `health` look at an update that the optimizer has made or refused."""
-        nan = not update.updated
-        if nan:
-            # The norm is the world's, so all ranks are here; each has parameters of its own.
-            mine = non_finite_gradients(self.passes.chunks)[: SHOWN + 1]
-            everyone = comm.gather_objects(mine, self.mesh.world)
-            names = list(dict.fromkeys(itertools.chain.from_iterable(everyone)))
-            what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
-            if names:
-                more = " ..." if names[SHOWN:] else ""
-                what += f" (not finite: {', '.join(names[:SHOWN])}{more})"
+        """Let the scaler and `health` look at an update that the optimizer made or refused."""
+        scaler, refused = self.optimizer.scaler, not update.updated
+        overflow = refused and scaler.can_fall
+        # The norm is the world's, so all ranks are alike here.
+        what = self._blame(update) if refused and not overflow else ""
+        scaler.update(overflow=refused)
+        if what:
             self.health.non_finite(what, plan.iteration, plan.samples)
-        else:
+        elif not refused:
             self.health.finite(totals.loss)
         return StepResult(
             totals=totals,
             grad_norm=update.grad_norm,
             num_zeros=update.num_zeros,
-            skipped=nan,
-            nan=nan,
+            skipped=refused,
+            nan=refused and not overflow,
+            overflow=overflow,
         )
+
+    def _blame(self, update: Update) -> str:
+        """Return which gradients are not finite; a collective, as each rank has its own."""
+        mine = non_finite_gradients(self.passes.chunks)[: SHOWN + 1]
+        everyone = comm.gather_objects(mine, self.mesh.world)
+        names = list(dict.fromkeys(itertools.chain.from_iterable(everyone)))
+        what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
+        if names:
+            more = " ..." if names[SHOWN:] else ""
+            what += f" (not finite: {', '.join(names[:SHOWN])}{more})"
+        return what + _of_scale(self.optimizer.scaler)
 
 
 def non_finite_gradients(chunks: Iterable[nn.Module]) -> list[str]:
@@ -161,6 +183,18 @@ def non_finite_gradients(chunks: Iterable[nn.Module]) -> list[str]:
         for parameter in chunk.parameters()
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
     ]
+
+
+def _of_scale(scaler: LossScaler) -> str:
+    """Return what the loss scale has to do with a gradient that is not finite."""
+    if scaler.is_dynamic:
+        return f"; the loss scale ({scaler.scale:g}) is at --min-loss-scale and falls no further"
+    if scaler.scale != 1:
+        return (
+            f"; the loss is multiplied by --loss-scale {scaler.scale:g}: try less, or --fp16 "
+            "without --loss-scale, which finds one"
+        )
+    return ""
 
 
 def _where(totals: Totals) -> str:

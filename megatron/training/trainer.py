@@ -185,6 +185,7 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 num_zeros=result.num_zeros,
                 params_norm=norm,
+                loss_scale=self.parts.step.optimizer.scaler.scale,
                 skipped=result.skipped,
                 nan=result.nan,
                 left_out=plan.iteration in self.skipped,
@@ -194,7 +195,8 @@ class Trainer:
 
     def _warn_of_nothing(self, plan: Plan, result: StepResult) -> None:
         """Tell, once in a log interval, of an iteration without a token that counts."""
-        nothing = result.skipped and not result.nan and plan.iteration not in self.skipped
+        no_fault = result.skipped and not (result.nan or result.overflow)
+        nothing = no_fault and plan.iteration not in self.skipped
         if nothing and not self._warned_of_nothing:
             self._warned_of_nothing = True
             self._say(

@@ -142,7 +142,9 @@ def build(mesh: Mesh) -> tuple[list[nn.Module], Optimizer]:
     chunks: list[nn.Module] = [*build_chunks(config, mesh, mine, vocab_size=6)]
     for chunk in chunks:
         rng.initialize(chunk, seed=1)
-    return chunks, build_optimizer(OptimizerConfig.resolve(), chunks, mesh, PrecisionConfig.resolve())
+    return chunks, build_optimizer(
+        OptimizerConfig.resolve(), chunks, mesh, PrecisionConfig.resolve()
+    )
 
 
 FACTS = RunFacts(

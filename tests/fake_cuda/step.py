@@ -88,7 +88,7 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
                     batches,
                     count,
                     passes.accumulator(),
-                    nominal=1.0,
+                    divisor=1.0,
                     key_of=lambda number: None,  # type: ignore[arg-type,return-value]
                     before_last_backward=optimizer.data_parallel.begin,
                     after_last_backward=optimizer.data_parallel.finish,

@@ -326,7 +326,7 @@ def test_a_dry_run_in_a_file_is_one(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_that_is_turned_off_excuses_nothing() -> None:
-    assert "--fp16" in refused("--dry-run --no-dry-run --fp16")
+    assert "--fp8-format" in refused("--dry-run --no-dry-run --fp8-format hybrid")
 
 
 def test_a_tools_help_has_its_own_flags_only(capsys: pytest.CaptureFixture[str]) -> None:

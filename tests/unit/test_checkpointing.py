@@ -33,7 +33,11 @@ from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 
 MESH = Mesh.serial()
-FP32, FP64, BF16 = PrecisionConfig.resolve(), PrecisionConfig.resolve(fp64=True), PrecisionConfig.resolve(bf16=True)
+FP32, FP64, BF16 = (
+    PrecisionConfig.resolve(),
+    PrecisionConfig.resolve(fp64=True),
+    PrecisionConfig.resolve(bf16=True),
+)
 NORMAL = Init("normal", 0.5)
 
 

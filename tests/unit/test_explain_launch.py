@@ -25,17 +25,17 @@ def test_a_launch_that_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verdicts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
-        "--use-flash-attn --DDP-impl local --fp16 --num-experts 8 --no-such-flag 3 --zero-stage 0"
+        "--use-flash-attn --DDP-impl local --fp8-format hybrid --num-experts 8 --no-such-flag 3 --zero-stage 0"
     )
     code, text = explain(capsys, "--", *f"python pretrain_gpt.py {BASE} {flags}".split())
     assert code == 1
-    assert "refused (2):\n  --fp16\n" in text and "use --bf16" in text
+    assert "refused (2):\n  --fp8-format hybrid\n" in text and "use --bf16" in text
     assert "unknown (1):\n  --no-such-flag 3" in text
     assert "renamed (1):\n  --use-flash-attn\n      -> --attention-backend flash" in text
     assert "there is one implementation of data parallelism" in text
     assert "--zero-stage 0\n      asks for nothing" in text
     assert "left out of this plan: --num-experts 8 (every layer is counted as dense)" in text
-    assert "a run would stop at --fp16, --num-experts, --no-such-flag" in text
+    assert "a run would stop at --fp8-format, --num-experts, --no-such-flag" in text
 
 
 def test_a_script_with_its_own_arguments(
@@ -161,7 +161,7 @@ def test_coverage_counts_each_launch_once(
     }
     launches = [
         launch("plain", flags),
-        launch("later", {**flags, "--fp16": None}),
+        launch("later", {**flags, "--fp8-format": "hybrid"}),
         launch("foreign", {**flags, "--deepspeed": None, "--whatever": "1"}),
         launch("unknown", {**flags, "--whatever": "1"}),
         launch("variable", {**flags, "--seq-length": "$SEQ $MORE"}),
@@ -187,7 +187,7 @@ def test_coverage_counts_each_launch_once(
         "no plan: a malformed value": 0,
         "no plan: contradicts itself otherwise": 0,
     }
-    assert found["tables"]["refused in a run and left out of a plan, by flag"] == {"--fp16": 1}
+    assert found["tables"]["refused in a run and left out of a plan, by flag"] == {"--fp8-format": 1}
     assert content["preprocess_data.py"]["counts"]["launches"] == 0
 
 

@@ -180,7 +180,9 @@ def test_opt_05_any_iterable_is_clipped() -> None:
     for modules in (lambda m: [m], lambda m: (m for m in (m,))):
         model = Weights()
         config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, clip_grad=0.5)
-        optimizer = build_optimizer(config, modules(model), Mesh.serial(), PrecisionConfig.resolve())
+        optimizer = build_optimizer(
+            config, modules(model), Mesh.serial(), PrecisionConfig.resolve()
+        )
         before = model.matrix.detach().clone()
         set_gradients(model)
         optimizer.step(1.0, lr=1.0, weight_decay=0.0)

@@ -6,15 +6,16 @@
     result = optimizer.step(1 / num_tokens, lr=..., weight_decay=...)
 
 Nothing about the rate is kept here: the schedule gives it for every step. The gradient's scale (one
-over the number of tokens) and the clip factor become one number that the fused update applies, so
-that no extra pass over the gradients is made. A gradient that is not finite leaves weights, states
-and the step count as they were; the caller reads the `Update` when it wants to know, and only then
-waits for the device.
+over the number of tokens and the loss scale) and the clip factor become one number that the fused
+update applies, so that no extra pass over the gradients is made. A gradient that is not finite
+leaves weights, states and the step count as they were; the caller reads the `Update` when it wants
+to know, and only then waits for the device. `scaler` is the caller's too: the optimizer keeps it
+and its state, and never looks at it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from megatron.core.optimizer.mixed_precision import Dtypes, Shard, update
 from megatron.core.optimizer.sgd import SGD
 from megatron.core.optimizer.update import Step, UpdateRule
 from megatron.core.precision.config import PrecisionConfig
+from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.sharding import Sharding
 
 RULES: dict[str, type[Adam] | type[SGD]] = {"adam": Adam, "sgd": SGD}
@@ -75,10 +77,15 @@ class Optimizer:
     """Updates the parameters of this rank's model chunks, which lie in flat buffers."""
 
     def __init__(
-        self, config: OptimizerConfig, data_parallel: DataParallel, mesh: Mesh, dtypes: Dtypes
+        self,
+        config: OptimizerConfig,
+        data_parallel: DataParallel,
+        mesh: Mesh,
+        dtypes: Dtypes,
+        scaler: LossScaler,
     ) -> None:
         self.config, self.data_parallel, self.mesh = config, data_parallel, mesh
-        self.dtypes = dtypes
+        self.dtypes, self.scaler = dtypes, scaler
         self._rule: UpdateRule = RULES[config.optimizer](config)
         buffers = data_parallel.buffers
         self.shards = [Shard(buffer, self._rule.state_names, dtypes) for buffer in buffers]
@@ -110,7 +117,7 @@ class Optimizer:
         were not finite.
 
         Args:
-            gradient_scale: positive, such as one over the number of tokens.
+            gradient_scale: positive, such as one over the number of tokens and the loss scale.
             lr: learning rate of this step.
             weight_decay: decay of the groups that are decayed.
             count_zeros: count the gradient's zeros too.
@@ -181,13 +188,15 @@ class Optimizer:
                         tensor=pieces[number][member.place],
                     )
 
-    def scalars(self) -> dict[str, int]:
+    def scalars(self) -> dict[str, Any]:
         """Return the state that is no tensor, as a checkpoint stores it."""
-        return {"step": int(self._step.item())}
+        state = self.scaler.state()
+        return {"step": int(self._step.item())} | ({"loss_scale": state} if state else {})
 
-    def load_scalars(self, stored: Mapping[str, int]) -> None:
+    def load_scalars(self, stored: Mapping[str, Any]) -> None:
         """Set, never add to, the state that `scalars` gave."""
         self._step.fill_(stored["step"])
+        self.scaler.load_state(stored.get("loss_scale", {}))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds, by category."""
@@ -226,4 +235,4 @@ def build_optimizer(
         computing=getattr(torch, precision.accumulation_dtype),
         states={name: getattr(torch, kept) for name, kept in precision.state_dtypes.items()},
     )
-    return Optimizer(config, data_parallel, mesh, dtypes)
+    return Optimizer(config, data_parallel, mesh, dtypes, LossScaler(precision))

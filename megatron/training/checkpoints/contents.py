@@ -4,7 +4,7 @@ A checkpoint has four parts: weights, optimizer state, random states, and facts 
 config, tokenizer ...), the last in JSON. Each is loaded or left out by a flag of its own.
 
     model.NAME              a weight, without rows that only pad the vocabulary
-    optimizer.master.NAME   its fp32 copy, where weights are bf16
+    optimizer.master.NAME   its finer copy, where weights are bf16 or fp16
     optimizer.KIND.NAME     a state of the update rule
     random.RANK             generators of a rank, as bytes
 

@@ -39,6 +39,7 @@ class Iteration:
     num_zeros: Number | None = None
     params_norm: Number | None = None
     loss_scale: Number = 1.0
+    """What the next iteration's loss is multiplied by, as Megatron-LM logs it."""
     skipped: bool = False
     nan: bool = False
     left_out: bool = False
