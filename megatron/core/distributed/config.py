@@ -1,14 +1,38 @@
 """What a user chooses about data parallelism; plain Python."""
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
 
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""What replicas share out among themselves; they hold the rest alike."""
+
 
 class DataParallelConfig(Config):
-    """How replicas sum their gradients."""
+    """How replicas sum their gradients, and what they share out."""
+
+    data_parallel_sharding_strategy: Strategy = option(
+        derived="no_shard; optim with --use-distributed-optimizer; optim_grads_params with "
+        "--use-megatron-fsdp"
+    )
+    """What replicas share out: nothing, optimizer states, gradients too, or weights too."""
+
+    use_distributed_optimizer: bool = option(False)
+    """Share out optimizer states over the replicas."""
+
+    use_megatron_fsdp: bool = option(False)
+    """Share out what --data-parallel-sharding-strategy says; everything when that is absent."""
+
+    num_distributed_optimizer_instances: int = option(1)
+    """Groups of replicas; each shares out a whole set of states, and groups hold the same."""
 
     overlap_grad_reduce: bool = option(False)
     """Sum each bucket while the backward goes on."""
+
+    overlap_param_gather: bool = option(False)
+    """Gather new weights while the forward goes on, before the layer that needs them."""
 
     ddp_bucket_size: int | None = option(None)
     """Elements of a gradient bucket; absent, max(40 million, 1 million x replicas) with
@@ -17,19 +41,75 @@ class DataParallelConfig(Config):
     ddp_num_buckets: int | None = option(None)
     """Number of gradient buckets per chunk of a model, instead of their size."""
 
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let the two switches choose what is shared out."""
+        strategy = "no_shard"
+        if values["use_megatron_fsdp"]:
+            strategy = "optim_grads_params"
+        elif values["use_distributed_optimizer"]:
+            strategy = "optim"
+        return {"data_parallel_sharding_strategy": strategy}
+
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "ddp_bucket_size", "ddp_num_buckets")
+        check_at_least(
+            self, 1, "ddp_bucket_size", "ddp_num_buckets", "num_distributed_optimizer_instances"
+        )
         if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
             raise UserError(
                 f"--ddp-bucket-size ({self.ddp_bucket_size}) and --ddp-num-buckets "
                 f"({self.ddp_num_buckets}) both set the buckets; keep one"
             )
+        strategy = self.data_parallel_sharding_strategy
+        if self.use_distributed_optimizer and strategy == "no_shard":
+            raise UserError(
+                "--use-distributed-optimizer shares out optimizer states, "
+                "--data-parallel-sharding-strategy no_shard shares out nothing; drop one"
+            )
+        if self.overlap_param_gather and strategy == "no_shard":
+            raise UserError(
+                "--overlap-param-gather: nothing is gathered, since every replica updates all "
+                "weights; add --use-distributed-optimizer or drop it"
+            )
+        if self.num_distributed_optimizer_instances > 1 and strategy == "no_shard":
+            raise UserError(
+                "--num-distributed-optimizer-instances "
+                f"({self.num_distributed_optimizer_instances}) needs something that is shared out: "
+                "add --use-distributed-optimizer or leave it at 1"
+            )
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return whether replicas share out gradients, and with them each microbatch's sums."""
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return whether replicas share out weights."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"
+
+    def shares(self, replicas: int) -> int:
+        """Return into how many shares ``replicas`` ranks divide what they share out.
+
+        Raises:
+            UserError: the replicas do not divide into --num-distributed-optimizer-instances.
+        """
+        groups = self.num_distributed_optimizer_instances
+        if replicas % groups:
+            raise UserError(
+                f"--num-distributed-optimizer-instances ({groups}) must divide the {replicas} "
+                "ranks of data x context parallelism; choose a divisor"
+            )
+        return 1 if self.data_parallel_sharding_strategy == "no_shard" else replicas // groups
 
     def bucket_size(self, numel: int, replicas: int) -> int | None:
         """Return the elements after which a bucket of ``numel`` gradients is closed.
 
-        None puts all in one bucket.
+        None puts all in one bucket. Where gradients are shared out, a bucket is a unit's part of a
+        buffer, whatever its size.
         """
+        if self.shards_gradients:
+            return None
         if self.ddp_num_buckets is not None:
             return -(-numel // self.ddp_num_buckets)
         if self.ddp_bucket_size is not None:
