@@ -9,6 +9,9 @@ backwards in the model within a group, so that the gradients of the first bucket
 
 Every parameter starts at a multiple of `ALIGNMENT` elements, every bucket is a whole number of
 aligned shares for the data-parallel ranks. Gaps hold zeros for ever: nobody writes to them.
+
+A buffer has one update rule. Where the rule needs whole matrices and ranks hold shares, `packing`
+deals them to the shares of a bucket, and groups lie in order within a share.
 """
 
 import math
@@ -16,6 +19,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron.core.distributed import packing
 from megatron.core.utils import divide, round_up
 
 ALIGNMENT = 64
@@ -35,6 +39,10 @@ class Item:
     """Parameters with equal keys share a buffer."""
     group: str
     """Optimizer group; groups lie in alphabetical order."""
+    rule: str = ""
+    """Update rule of the group; parameters of different rules share no buffer."""
+    whole: bool = False
+    """No share of a bucket may hold a part of it; alike for all of one rule."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,15 @@ class BufferPlan:
 
     key: Hashable
     slots: tuple[Slot, ...]
+    """In the order of their places."""
     segments: tuple[tuple[str, Range], ...]
-    """(group, range) of each optimizer group, in order."""
+    """(group, range) of each run of parameters of one optimizer group, in order."""
     buckets: tuple[Range, ...]
     """Ranges that one collective reduces; they tile the buffer."""
     size: int
     """Elements, gaps and padding included."""
+    rule: str = ""
+    """Update rule of all of it."""
 
     def group_of(self, slot: Slot) -> str:
         """Return the optimizer group of a slot."""
@@ -89,36 +100,74 @@ def plan_buffers(
         data_size: ranks that every bucket must divide over.
         bucket_size: elements after which a bucket is closed; absent, a buffer is one bucket.
     """
-    keyed: dict[Hashable, list[int]] = {}
+    keyed: dict[tuple[Hashable, str], list[int]] = {}
     for index, item in enumerate(items):
-        keyed.setdefault(item.key, []).append(index)
-    return [_plan(items, key, indices, data_size, bucket_size) for key, indices in keyed.items()]
+        keyed.setdefault((item.key, item.rule), []).append(index)
+    plans = []
+    for (key, rule), indices in keyed.items():
+        ordered = sorted(indices, key=lambda index: (items[index].group, -index))
+        wholes = {items[index].whole for index in ordered}
+        assert len(wholes) == 1, f"{rule}: some are whole, some are not"
+        place = _place_whole if wholes == {True} else _place
+        slots, buckets = place(items, ordered, data_size, bucket_size)
+        segments = _segments(items, slots)
+        plans.append(BufferPlan(key, slots, segments, buckets, buckets[-1][1], rule))
+    return plans
 
 
-def _plan(
-    items: Sequence[Item],
-    key: Hashable,
-    indices: Sequence[int],
-    data_size: int,
-    bucket_size: int | None,
-) -> BufferPlan:
-    ordered = sorted(indices, key=lambda index: (items[index].group, -index))
+_Places = tuple[tuple[Slot, ...], tuple[Range, ...]]
+"""Slots and buckets."""
+
+
+def _place(
+    items: Sequence[Item], ordered: Sequence[int], data_size: int, bucket_size: int | None
+) -> _Places:
+    """Lay parameters out one after the other; shares cut them where they will."""
     slots: list[Slot] = []
-    bounds: dict[str, Range] = {}
     buckets: list[Range] = []
     bucket_start = position = 0
     for index in ordered:
         item = items[index]
         slots.append(Slot(index, item.name, position, position + item.numel))
-        start = bounds.get(item.group, (position, 0))[0]
-        bounds[item.group] = (start, position + item.numel)
         position = round_up(position + item.numel, ALIGNMENT)
         last = index == ordered[-1]
         if last or (bucket_size is not None and position - bucket_start >= bucket_size):
             position = bucket_start + round_up(position - bucket_start, ALIGNMENT * data_size)
             buckets.append((bucket_start, position))
             bucket_start = position
-    return BufferPlan(key, tuple(slots), tuple(bounds.items()), tuple(buckets), position)
+    return tuple(slots), tuple(buckets)
+
+
+def _place_whole(
+    items: Sequence[Item], ordered: Sequence[int], data_size: int, bucket_size: int | None
+) -> _Places:
+    """Deal parameters to the shares of each bucket, so that no share's bound cuts one."""
+    sizes = [round_up(items[index].numel, ALIGNMENT) for index in ordered]
+    slots: list[Slot] = []
+    buckets: list[Range] = []
+    bucket_start = 0
+    for batch in packing.batches(sizes, data_size, bucket_size):
+        capacity, shares = packing.pack(sizes[batch.start : batch.stop], data_size)
+        position = [bucket_start + share * capacity for share in range(data_size)]
+        for number, share in zip(batch, shares, strict=True):
+            item, start = items[ordered[number]], position[share]
+            slots.append(Slot(ordered[number], item.name, start, start + item.numel))
+            position[share] += sizes[number]
+        buckets.append((bucket_start, bucket_start + capacity * data_size))
+        bucket_start = buckets[-1][1]
+    return tuple(sorted(slots, key=lambda slot: slot.start)), tuple(buckets)
+
+
+def _segments(items: Sequence[Item], slots: Sequence[Slot]) -> tuple[tuple[str, Range], ...]:
+    """Return the runs of slots of one group."""
+    runs: list[tuple[str, Range]] = []
+    for slot in slots:
+        group = items[slot.index].group
+        if runs and runs[-1][0] == group:
+            runs[-1] = (group, (runs[-1][1][0], slot.stop))
+        else:
+            runs.append((group, (slot.start, slot.stop)))
+    return tuple(runs)
 
 
 def intersect(first: Range, second: Range) -> Range | None:
@@ -175,3 +224,22 @@ def bridge_gaps(ranges: Sequence[Range], plan: BufferPlan) -> list[Range]:
         else:
             joined.append((start, stop))
     return joined
+
+
+def unit_of(path: str) -> str:
+    """Return the part of a model that a parameter is gathered and reduced with, from its path.
+
+    A layer of a stack is one, and so is each other child of the model.
+
+    >>> unit_of("decoder.layers.3.mlp.linear_fc1.weight")
+    'decoder.layers.3'
+    >>> unit_of("embedding.word_embeddings.weight")
+    'embedding'
+    >>> unit_of("decoder.final_layernorm.weight")
+    'decoder'
+    >>> unit_of("weight")
+    ''
+    """
+    parents = path.split(".")[:-1]
+    numbers = [place for place, part in enumerate(parents) if part.isdigit()]
+    return ".".join(parents[: numbers[0] + 1] if numbers else parents[:1])
