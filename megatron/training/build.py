@@ -75,7 +75,7 @@ def build_passes(
         placement=config.placement,
         activation=Activation(
             width=config.model.hidden_size,
-            dtype=getattr(torch, config.precision.params_dtype),
+            dtype=getattr(torch, config.residual_dtype),
             shares=config.sequence_shares,
             samples=config.training.micro_batch_size,
             sequence=config.data.seq_length,

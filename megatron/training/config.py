@@ -419,6 +419,12 @@ class RunConfig(Config):
         return parallel.context_parallel_size * tp
 
     @property
+    def residual_dtype(self) -> str:
+        """Return the dtype of hidden states between blocks and between stages."""
+        fp32 = self.model.fp32_residual_connection
+        return self.precision.accumulation_dtype if fp32 else self.precision.params_dtype
+
+    @property
     def samples_per_pass(self) -> int:
         """Return the samples that all replicas take in one pass: the unit of the global batch."""
         return self.training.micro_batch_size * self.data_parallel_size

@@ -273,6 +273,30 @@ def groups_are_known(config: RunConfig, origins: Origins) -> None:
     group_settings(process)
 
 
+def half_precision_has_a_use(config: RunConfig, origins: Origins) -> None:
+    """What fp32 takes over from half needs a run in half, as in Megatron-LM."""
+    precision, model = config.precision, config.model
+    if model.fp32_residual_connection and not (precision.bf16 or precision.fp16):
+        raise UserError(
+            "--fp32-residual-connection needs --bf16 or --fp16: the residual stream is "
+            f"{precision.params_dtype} anyway, so leave it out"
+        )
+    if model.fp16_lm_cross_entropy and not precision.fp16:
+        raise UserError(
+            f"--fp16-lm-cross-entropy needs --fp16, and weights are {precision.params_dtype}: "
+            "leave it out, or train with --fp16"
+        )
+
+
+def chosen_dtypes_are_adams(config: RunConfig, origins: Origins) -> None:
+    """Dtypes of masters and moments are chosen for Adam's, as in Megatron-LM."""
+    precise, rule = config.precision.use_precision_aware_optimizer, config.optimizer.optimizer
+    if precise and rule != "adam":
+        raise UserError(
+            f"--use-precision-aware-optimizer needs --optimizer adam, not {rule}; drop one of them"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     heads_fill_the_hidden_size,
     *LAYOUT_RULES,
@@ -289,6 +313,8 @@ RULES: tuple[Rule, ...] = (
     profiled_ranks_exist,
     loaders_have_no_length,
     groups_are_known,
+    half_precision_has_a_use,
+    chosen_dtypes_are_adams,
 )
 
 

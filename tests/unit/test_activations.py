@@ -46,6 +46,10 @@ MODELS = [
     "--position-embedding-type alibi --embedding-multiplier 3 --logit-multiplier 2",
     "--logit-softcap 10 --bf16",
     "--logits-at-once 1000 --bf16",
+    "--fp16",
+    "--fp16 --fp16-lm-cross-entropy",
+    "--fp32-residual-connection --bf16",
+    f"--fp32-residual-connection --fp16 --normalization RMSNorm --qk-layernorm {GROUPED}",
     "--position-embedding-type rope --reset-position-ids",
     "--reset-position-ids --openai-gelu",
     "--attention-backend unfused --attention-dropout 0",
@@ -77,7 +81,7 @@ def saved(run: RunConfig, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> int:
     positions = torch.arange(length).repeat(samples, 1) if run.data.reset_position_ids else None
     bounds = torch.arange(0, samples * length + 1, length // 2, dtype=torch.int32)
     tokens, labels = (torch.randint(0, 100, (samples, length)) for _ in range(2))
-    dtype = getattr(torch, run.precision.params_dtype)
+    dtype = getattr(torch, run.residual_dtype)
     x = None if stage.is_first else torch.randn(length, samples, 64, dtype=dtype)
     with metering(known, monkeypatch) as meter:
         out = chunk(

@@ -43,7 +43,7 @@ def _receive(model: GPTModel, tokens_BS: Tensor) -> Tensor:
     batch, length = tokens_BS.shape
     like = next(model.parameters())
     x_SBH = torch.empty(
-        length, batch, model.config.hidden_size, dtype=like.dtype, device=like.device
+        length, batch, model.config.hidden_size, dtype=model.residual_dtype, device=like.device
     )
     axis = model.mesh.pp
     comm.receive(x_SBH, axis, axis.coordinate - 1).wait()

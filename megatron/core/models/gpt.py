@@ -74,7 +74,7 @@ class GPTModel(nn.Module):
         backends = choose_backends(config, mesh.device, dtype)
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         around = Surroundings(config, mesh, dtype, backends, self.sequence_parallel, context_kinds)
-        self.backends = backends
+        self.backends, self.residual_dtype = backends, around.residual_dtype
         rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
         tied = not config.untie_embeddings_and_output_weights
         whole = self.stage.is_first and self.stage.is_last
@@ -118,7 +118,7 @@ class GPTModel(nn.Module):
         Args:
             tokens_BS: token ids, int64; only the first stage looks at them.
             labels_BS: the token that follows each one, int64; only the last stage looks at them.
-            x_SBH: what the stage before returned, of the model's dtype; on the first stage None.
+            x_SBH: what the stage before returned, of `residual_dtype`; on the first stage None.
             position_ids_BS: positions, int64, where they are not 0 .. S-1: of packed documents or,
                 with a cache, where these tokens stand among the cached ones.
             packing: documents that attend only within themselves. Their bounds, int32 and 1-D, are

@@ -33,6 +33,8 @@ TOKEN_VECTORS = "embedding.word_embeddings.weight"
 class LanguageEmbedding(nn.Module):
     """Token vectors, plus learned position vectors where the model has them, then dropout.
 
+    The result has the dtype of the residual stream.
+
     ``tied`` says that the stage at the other end of the model, on another rank, holds a second copy
     of the token vectors.
     """
@@ -59,7 +61,7 @@ class LanguageEmbedding(nn.Module):
                 around.dtype,
                 summed=around.sequence_parallel,
             )
-        self.multiplier = config.embedding_multiplier
+        self.multiplier, self.dtype = config.embedding_multiplier, around.residual_dtype
         self.dropout = config.hidden_dropout
         self.axis, self.sequence_parallel = around.mesh.tp, around.sequence_parallel
 
@@ -74,6 +76,7 @@ class LanguageEmbedding(nn.Module):
             x_SBH = x_SBH + positions
         if self.multiplier != 1.0:
             x_SBH = x_SBH * self.multiplier
+        x_SBH = x_SBH.to(self.dtype)
         if self.dropout and dropout is not None:
             split = (self.axis.coordinate,) if self.sequence_parallel else ()
             x_SBH = rng.dropout(x_SBH, self.dropout, dropout.at("embedding", *split))
@@ -103,6 +106,7 @@ class LanguageHead(nn.Module):
         self.gathers = around.sequence_parallel
         self.alone = around.mesh.alone
         self.logits_at_once = config.logits_at_once
+        self.half_losses = config.fp16_lm_cross_entropy
         record = rows.record(config.hidden_size, embedding_init(config))
         if tied == "apart":  # one logical matrix, whose first values and name are the embedding's
             record = replace(record, tied=True, name=TOKEN_VECTORS)
@@ -145,8 +149,7 @@ class LanguageHead(nn.Module):
         sequence, samples = labels_SB.shape
         pieces = loss_pieces(sequence, samples, self.rows.count, limit=self.logits_at_once)
         if pieces == 1:
-            losses_SB = cross_entropy(self.local_logits(x_SBH), labels_SB, self.rows, self.axis)
-            return losses_SB.t()
+            return self._losses(self.local_logits(x_SBH), labels_SB).t()
         # The whole sequence enters here, once, so that a piece needs no collective for its input.
         x_SBH = mappings.enter(x_SBH, self.axis, self.gathers)
         parts = zip(x_SBH.tensor_split(pieces), labels_SB.tensor_split(pieces), strict=True)
@@ -158,4 +161,9 @@ class LanguageHead(nn.Module):
 
     def _piece(self, x_PBH: Tensor, labels_PB: Tensor) -> Tensor:
         logits_PBv = self._scaled(linear(x_PBH, self.weight, None, self.alone, False))
-        return cross_entropy(logits_PBv, labels_PB, self.rows, self.axis)
+        return self._losses(logits_PBv, labels_PB)
+
+    def _losses(self, logits_SBv: Tensor, labels_SB: Tensor) -> Tensor:
+        return cross_entropy(
+            logits_SBv, labels_SB, self.rows, self.axis, keeps_dtype=self.half_losses
+        )

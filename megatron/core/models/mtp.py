@@ -97,10 +97,12 @@ class MTPLayer(nn.Module):
         )
         self.transformer_layer = TransformerLayer(mtp_layer_plan(config, depth), around)
         self.final_layernorm = build_norm(around)
+        self.residual_dtype = around.residual_dtype
 
     def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, context: Context) -> Tensor:
         both = torch.cat((self.enorm(embedded_SBH), self.hnorm(x_SBH)), -1)
-        y_SBH: Tensor = self.transformer_layer(self.eh_proj(both), context)
+        joined_SBH = self.eh_proj(both).to(self.residual_dtype)
+        y_SBH: Tensor = self.transformer_layer(joined_SBH, context)
         return self.final_layernorm(y_SBH)  # type: ignore[no-any-return]
 
 

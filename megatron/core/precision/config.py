@@ -34,7 +34,7 @@ class PrecisionConfig(Config):
     """Multiply the loss that backward starts from by this; absent or 0, --fp16 adapts its scale."""
 
     initial_loss_scale: float = option(2.0**32)
-    """Loss scale that --fp16 starts from; what is too large falls within a few skipped iterations."""
+    """Loss scale that --fp16 starts from; one that is too large falls in a few iterations."""
 
     min_loss_scale: float = option(1.0)
     """Loss scale below which --fp16 does not go."""

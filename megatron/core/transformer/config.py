@@ -410,6 +410,12 @@ class TransformerConfig(Config):
     """Logits of a rank above which head and loss work on pieces of the sequence, whose logits are
     made again in backward; 0 for all at once."""
 
+    fp32_residual_connection: bool = option(False)
+    """Keep the residual stream in fp32 under --bf16 or --fp16; blocks read it in half."""
+
+    fp16_lm_cross_entropy: bool = option(False)
+    """Keep the exponentials of the logits in fp16 under --fp16; sums and losses stay in fp32."""
+
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = option("auto")
     """Implementation of attention; `auto` takes the fastest there is."""
 

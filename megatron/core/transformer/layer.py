@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import rng
+from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.backends import Backends
@@ -31,6 +32,12 @@ class Surroundings:
     sequence_parallel: bool = False
     context_kinds: tuple[str, ...] = ("p2p",)
     """How attention over the sequence's ranks communicates: of all layers, or of each."""
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Return the dtype of the residual stream, within a stage and between stages."""
+        fp32 = self.config.fp32_residual_connection
+        return accumulate_dtype(self.dtype) if fp32 else self.dtype
 
     @property
     def norm_summed(self) -> tuple[str, ...]:
@@ -68,7 +75,7 @@ def build_norm(around: Surroundings) -> Norm:
 
 
 class Residual:
-    """``x + dropout(y)``: the rule by which a block's output joins the stream."""
+    """``x + dropout(y)``: the rule by which a block's output joins the stream, in its dtype."""
 
     def __init__(self, place: str, probability: float, around: Surroundings) -> None:
         self.place, self.probability = place, probability
@@ -79,7 +86,7 @@ class Residual:
         if self.probability and context.dropout is not None:
             seed = context.dropout.at(self.place, *self.split)
             y_SBH = rng.dropout(y_SBH, self.probability, seed)
-        return x_SBH + y_SBH
+        return x_SBH + y_SBH  # the sum of an fp32 stream and a half is fp32
 
 
 class TransformerLayer(nn.Module):

@@ -19,6 +19,9 @@ class Norm(nn.Module):
 
     ``summed`` names the axes along which ranks see different tokens or heads: there the gains'
     gradients are partial.
+
+    The result has the dtype of the gains, also where the input is finer: blocks read an fp32
+    residual stream in half, and statistics and gains are applied before that rounding.
     """
 
     def __init__(
@@ -43,6 +46,10 @@ class Norm(nn.Module):
         self.layer_norm, self.rms_norm = backends.layer_norm, backends.rms_norm
 
     def forward(self, x_NH: Tensor) -> Tensor:
+        gain_H = self.weight.to(x_NH.dtype)
         if self.bias is None:
-            return self.rms_norm(x_NH, self.weight, self.epsilon, self.zero_centered)
-        return self.layer_norm(x_NH, self.weight, self.bias, self.epsilon, self.zero_centered)
+            y_NH = self.rms_norm(x_NH, gain_H, self.epsilon, self.zero_centered)
+        else:
+            shift_H = self.bias.to(x_NH.dtype)
+            y_NH = self.layer_norm(x_NH, gain_H, shift_H, self.epsilon, self.zero_centered)
+        return y_NH.to(self.weight.dtype)

@@ -23,6 +23,8 @@ CHANGEABLE = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "fp32_residual_connection",
+    "fp16_lm_cross_entropy",
 )
 # Backends are this machine's business, initial values are never used after a load.
 IGNORED = ("attention_backend", "transformer_impl")

@@ -89,8 +89,23 @@ class Share:
         return BYTES[self.config.precision.accumulation_dtype]
 
     @cached_property
-    def stream(self) -> int:
+    def exponentials(self) -> int:
+        """Bytes of an exponential of a logit."""
+        return self.size if self.config.model.fp16_lm_cross_entropy else self.main
+
+    @cached_property
+    def wide(self) -> int:
+        """Bytes of an element of the residual stream."""
+        return BYTES[self.config.residual_dtype]
+
+    @cached_property
+    def residual(self) -> int:
         """Bytes of the hidden states between blocks."""
+        return self.outer * self.config.model.hidden_size * self.wide
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the hidden states that a block is given by its norm."""
         return self.outer * self.config.model.hidden_size * self.size
 
     @cached_property
@@ -106,16 +121,29 @@ class Share:
 
     @cached_property
     def norm(self) -> int:
-        """Bytes that a norm of hidden states saves: its input, and its rows' statistics."""
-        return self.stream + self.outer * self.statistics
+        """Bytes that a norm of hidden states saves: its input, and its rows' statistics.
+
+        Of gains it saves a copy where the residual stream has another dtype than they have.
+        """
+        gains = self._vectors * self.config.model.hidden_size * self.wide
+        return self.residual + self.outer * self.row(self.wide) + gains * (self.wide != self.size)
+
+    def row(self, size: int) -> int:
+        """Return the bytes that a norm saves for a row of elements of ``size`` bytes."""
+        if self._vectors == 1:
+            return self.main
+        # On the CPU torch keeps mean and deviation in the dtype of the input.
+        return 2 * (size if self.config.process.device == "cpu" else self.main)
 
     @cached_property
     def statistics(self) -> int:
-        """Bytes that a norm saves for a row."""
-        if self.config.model.norm.normalization != "LayerNorm":
-            return self.main
-        # On the CPU torch keeps mean and deviation in the dtype of the input.
-        return 2 * (self.size if self.config.process.device == "cpu" else self.main)
+        """Bytes that a norm within a block saves for a row."""
+        return self.row(self.size)
+
+    @cached_property
+    def _vectors(self) -> int:
+        """Gains, and shifts where a norm has them."""
+        return 2 if self.config.model.norm.normalization == "LayerNorm" else 1
 
 
 def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -> Footprint:
@@ -134,11 +162,13 @@ def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -
         parts.append(_head(share, logits, pieces))
         for depth in range(stage.num_mtp_layers):
             parts += [*_ahead(share, depth), _head(share, logits, pieces)]
-        working = logits * share.size if share.size != share.main else 0
+        copied = share.size if share.size != share.exponentials else 0
+        working = logits * copied
         if pieces > 1:
-            working = -(-sequence // pieces) * samples * rows * (share.main + share.size)
+            each = share.size + (copied and share.exponentials)
+            working = -(-sequence // pieces) * samples * rows * each
     if not (stage.layers or stage.is_first or stage.is_last):
-        parts.append((share.stream, 0))  # it hands on what it gets, and keeps it
+        parts.append((share.residual, 0))  # it hands on what it gets, and keeps it
     return Footprint(sum(kept for kept, _ in parts), sum(late for _, late in parts), working)
 
 
@@ -248,7 +278,7 @@ def _head(share: Share, logits: int, pieces: int) -> tuple[int, int]:
     """Return what the last stage saves after its layers, for so many local logits."""
     if pieces > 1:  # a piece's logits are made again in its backward
         return share.norm + share.output, share.output + logits * share.size
-    kept = share.norm + share.stream + logits * share.main
+    kept = share.norm + share.stream + logits * share.exponentials
     if share.config.model.logit_softcap is not None:
         kept += logits * share.size  # the slope of tanh
     # Three sums, the target and the mask of each token.

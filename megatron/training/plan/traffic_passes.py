@@ -211,12 +211,12 @@ def _heads(model: TransformerConfig, kind: BlockKind, tp: int) -> _Heads:
 
 def _transfers(book: Book, config: RunConfig, position: int, count: int, trains: bool) -> None:
     """Add what a stage sends to its neighbours on other ranks, and gets from them."""
-    placement, precision = config.placement, config.precision
+    placement = config.placement
     elements = divide(
         config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size,
         config.sequence_shares,
     )
-    size, here = elements * BYTES[precision.params_dtype], placement.owner(position)[0]
+    size, here = elements * BYTES[config.residual_dtype], placement.owner(position)[0]
     for neighbour, forward, backward in (
         (position - 1, "receive", "send"),
         (position + 1, "send", "receive"),
