@@ -1,8 +1,7 @@
 """Measures what autograd saves: bytes of memory, each piece once, now and at most.
 
-Also counted are probabilities that a ring keeps beside autograd, a stage's input and output as far
-as they stay, and what postponed weight gradients hold on to; not counted is what lives anyway, such
-as weights.
+Also counted are a stage's input and output as far as they stay, and what postponed weight gradients
+hold on to; not counted is what lives anyway, such as weights.
 """
 
 import weakref
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import ring_block
 from megatron.core.pipeline_parallel import executor, messages
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.tensor_parallel.layers import postponing
@@ -59,7 +57,6 @@ class _Saved:
 def metering(known: Iterable[Tensor], monkeypatch: Any) -> Iterator[Meter]:
     """Count what is saved in the block; ``known`` lives anyway."""
     meter = Meter(known)
-    _watch_rings(meter, monkeypatch)
     _watch_stages(meter, monkeypatch)
 
     def pack(x: Tensor) -> _Saved:
@@ -68,19 +65,6 @@ def metering(known: Iterable[Tensor], monkeypatch: Any) -> Iterator[Meter]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.x):
         yield meter
-
-
-def _watch_rings(meter: Meter, monkeypatch: Any) -> None:
-    original = ring_block.Kept.add
-
-    def add(kept: Any, run: range, seen: range, probs: Tensor, lse: Tensor) -> None:
-        before = len(kept._tiles)
-        original(kept, run, seen, probs, lse)
-        if len(kept._tiles) > before:
-            meter.see(probs)
-            meter.see(lse)
-
-    monkeypatch.setattr(ring_block.Kept, "add", add)
 
 
 def _watch_stages(meter: Meter, monkeypatch: Any) -> None:

@@ -169,14 +169,17 @@ class _Attention(torch.autograd.Function):
             finish(*part, sink_n)
         out_sBnE = ungroup([out for out, _ in parts], q_sBnD.dtype)
         lse_Bgrs = torch.cat([lse for _, lse in parts], 3)
-        ctx.save_for_backward(q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs)
+        kept = blocks.kept.give_up() if blocks.kept is not None else ()
+        ctx.save_for_backward(q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs, *kept)
         ctx.head_size, ctx.blocks, ctx.exchange = D, blocks, exchange
         return out_sBnE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_sBnE,) = grads
-        q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs = ctx.saved_tensors
+        q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs, *kept = ctx.saved_tensors
+        if ctx.blocks.kept is not None:
+            ctx.blocks.kept.take_back(kept)
         share = Share(q_BgrsD, ctx.head_size, ctx.blocks, ctx.exchange.axis)
         products_sBnE = out_sBnE.to(share.dtype) * grad_out_sBnE
         groups, D, dtype = q_BgrsD.shape[1], share.head_size, q_BgrsD.dtype
@@ -185,6 +188,8 @@ class _Attention(torch.autograd.Function):
         rows = Rows(group(grad_out_sBnE, groups), lse_Bgrs, delta_Bgrs, grad_q_BgrsD)
         grad_sink_n = None if sink_n is None else sink_gradient(sink_n, lse_Bgrs, delta_Bgrs)
         grad_kv_BgtX = ctx.exchange.backward(share, kv_BgtX, rows)
+        if ctx.blocks.kept is not None:
+            ctx.blocks.kept.give_up()  # else they would live as long as the graph
         grad_kv_tBgX = grad_kv_BgtX.permute(2, 0, 1, 3).to(dtype)
         grad_k_tBgD, grad_v_tBgE = grad_kv_tBgX[..., :D], grad_kv_tBgX[..., D:]
         grad_q_sBnD = ungroup([grad_q_BgrsD], dtype)

@@ -16,7 +16,7 @@ in a block c queries, w keys, D head size, E value head size.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,6 +133,7 @@ class Kept:
     def __init__(self) -> None:
         self._room = KEPT
         self._tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._places: tuple[tuple[int, int], ...] = ()
 
     def add(self, run: range, seen: range, probs: Tensor, lse: Tensor) -> None:
         if probs.numel() <= self._room:
@@ -141,6 +142,20 @@ class Kept:
 
     def find(self, run: range, seen: range) -> tuple[Tensor, Tensor] | None:
         return self._tiles.get((run.start, seen.start))
+
+    def give_up(self) -> tuple[Tensor, ...]:
+        """Return all tensors for autograd to save: so that whoever watches what is saved sees them.
+
+        Until `take_back` gets them, in this order, there are only the places that they belong to.
+        """
+        self._places = tuple(self._tiles)
+        tensors = tuple(tensor for tile in self._tiles.values() for tensor in tile)
+        self._tiles.clear()
+        return tensors
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        self._tiles = dict(zip(self._places, pairs, strict=True))
 
 
 @dataclass(frozen=True)
