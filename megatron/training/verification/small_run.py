@@ -58,6 +58,8 @@ _LATENT = {
 """Most of each size of multi-latent attention."""
 _REPLACED: Mapping[str, Any] = {
     "fp64": True,
+    "fp32_residual_connection": False,
+    "fp16_lm_cross_entropy": False,
     "device": "cpu",
     "distributed_backend": "gloo",
     "attention_dropout": 0.0,
