@@ -68,6 +68,9 @@ class Sharding:
     """Weight decay applies; false for biases, norms and other vectors."""
     matrix: bool = False
     """A whole matrix for optimizers that treat matrices apart (Muon); false for embeddings."""
+    fused: tuple[tuple[str, int], ...] = ()
+    """Matrices that this one is made of: (name, rows) of each, a pattern that repeats down the
+    rows. Empty for a matrix that is one."""
     qk_norm: bool = False
     """Gain of a query or key norm, which --apply-wd-to-qk-layernorm decays."""
     embedding: bool = False
@@ -148,6 +151,14 @@ def of(parameter: torch.Tensor) -> Sharding:
         f"parameter of shape {tuple(parameter.shape)} has no record"
     )
     return record
+
+
+def is_there(x: torch.Tensor) -> bool:
+    """Return whether a tensor has its memory: that of weights shared out comes and goes.
+
+    A read of one that has not raises no error.
+    """
+    return x.numel() == 0 or x.untyped_storage().size() > 0
 
 
 def name_parameters(module: nn.Module) -> None:

@@ -225,8 +225,10 @@ def qkv_record(config: TransformerConfig, mesh: Mesh) -> Sharding:
     rows = (attention.num_attention_heads + 2 * groups) * size
     shape, sharers = (rows, hidden), mesh.kv_replica
     init = inner_init(config, shape)
+    fused = (("query", per_group * size), ("key", size), ("value", size))
     if sharers.size == 1:
-        return sharding.split(shape, init, 0, mesh.tp.coordinate, mesh.tp.size)
+        record = sharding.split(shape, init, 0, mesh.tp.coordinate, mesh.tp.size)
+        return replace(record, fused=fused)
     # This rank's query heads of its group, then the group's key and value head.
     group, share = mesh.tp.coordinate // sharers.size, divide(per_group, sharers.size) * size
     start = group * (per_group + 2) * size
@@ -244,6 +246,7 @@ def qkv_record(config: TransformerConfig, mesh: Mesh) -> Sharding:
         ),
         init,
         matrix=True,
+        fused=fused,
     )
 
 

@@ -3,6 +3,8 @@
 Shapes: S sequence, B batch, H hidden, F inner width; f is this rank's share of F.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,8 @@ class MLP(nn.Module):
         fc1 = sharding.split(
             shape, inner_init(config, shape), 0, mesh.tp.coordinate, mesh.tp.size, parts=parts
         )
+        if config.mlp.is_gated:
+            fc1 = replace(fc1, fused=(("gate", inner), ("value", inner)))
         back = (hidden, inner)
         fc2 = sharding.split(back, residual_init(config, back), 1, mesh.tp.coordinate, mesh.tp.size)
         self.linear_fc1 = ColumnParallelLinear(
