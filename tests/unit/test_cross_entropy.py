@@ -55,6 +55,43 @@ def test_bf16_logits_give_fp32_losses() -> None:
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_fp16_exponentials_overwrite_the_logits(smoothing: float) -> None:
+    """--fp16-lm-cross-entropy: each exponential is rounded to fp16, what is said of a token not."""
+    torch.manual_seed(0)
+    mesh, rows = Mesh.serial(), VocabularyRows(300, 384, Mesh.serial())
+    logits = (torch.randn(5, 2, 384) * 4).half().requires_grad_()
+    labels, weights = torch.randint(0, 300, (5, 2)), torch.rand(5, 2)
+    own = logits.clone()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        losses = cross_entropy(own, labels, rows, mesh.tp, smoothing, keeps_dtype=True)
+    (got,) = torch.autograd.grad((losses * weights).sum(), logits)
+    assert losses.dtype == torch.float32 and got.dtype == torch.float16
+    matrices = [x for x in saved if x.numel() == own.numel()]
+    assert [x.data_ptr() for x in matrices] == [own.data_ptr()]
+    # The same, written out: exponentials in fp16, all else in fp32.
+    wide = logits.detach()[..., :300].float()
+    largest = wide.amax(-1, keepdim=True)
+    exponentials = (wide - largest).half().exp()
+    log_total = largest + exponentials.sum(-1, keepdim=True, dtype=torch.float32).log()
+    logs = wide - log_total
+    expected = -(1 - smoothing) * logs.gather(-1, labels[..., None]) - smoothing * logs.mean(
+        -1, keepdim=True
+    )
+    torch.testing.assert_close(losses, expected[..., 0], rtol=1e-5, atol=1e-5)
+    target = F.one_hot(labels, 300) * (1 - smoothing) + smoothing / 300
+    total = exponentials.sum(-1, keepdim=True, dtype=torch.float32)
+    grad = (exponentials.float() / total - target) * weights[..., None]
+    torch.testing.assert_close(got[..., :300].float(), grad, rtol=2**-9, atol=2**-9)
+    assert (got[..., 300:] == 0).all()
+    # And not far from fp32.
+    exact = F.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    )
+    torch.testing.assert_close(losses.flatten(), exact, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("has_buffer", [False, True])
 def test_embedding_gradient_equals_torch(has_buffer: bool) -> None:
     """With and without a gradient buffer, repeated tokens included."""

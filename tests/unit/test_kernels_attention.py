@@ -227,15 +227,46 @@ def test_real_tile_size_agrees_with_torch(monkeypatch):
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_precision_sums_in_fp32(backend):
-    """One rounding at the end: within half a unit of bf16 of the fp64 result."""
-    q, k, v = (x.detach().to(torch.bfloat16) for x in tensors(S=40, D=16))
+def test_half_precision_sums_in_fp32(backend, dtype, half_unit):
+    """What --attention-softmax-in-fp32 asks for: one rounding, at the end, of the fp64 result."""
+    q, k, v = (x.detach().to(dtype) for x in tensors(S=40, D=16))
     out = backend(q, k, v, Rule(scale=0.25, window=(20, 0)))
     want = pair_by_pair(q.to(F64), k.to(F64), v.to(F64), Rule(scale=0.25, window=(20, 0)), Extras())
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == dtype
     # attention_sdpa tiles a plain window, so all three round the same sum.
-    torch.testing.assert_close(out.to(F64), want, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(out.to(F64), want, rtol=half_unit, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_beyond_fp16_stay_finite(backend):
+    """What --apply-query-key-layer-scaling is for: 160,000 is no number of fp16."""
+    S, D = 24, 8
+    x = (400 * torch.eye(D, dtype=torch.float16)).repeat(S // D, 1)[:, None, None]
+    x = x.contiguous().requires_grad_()
+    v = torch.randn(S, 1, 1, D, dtype=torch.float16)
+    out = backend(x, x, v, Rule(scale=1.0))
+    out.float().sum().backward()
+    # A query sees the keys that are like it and not after it, all alike, and no other.
+    alike = torch.eye(D, dtype=F64).repeat(S // D, S // D).tril()
+    want = alike / alike.sum(1, keepdim=True) @ v[:, 0, 0].to(F64)
+    torch.testing.assert_close(out[:, 0, 0].to(F64), want, rtol=2**-11, atol=1e-6)
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("layer", [1, 7])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scaling_by_the_layers_number_changes_nothing(backend, layer):
+    """As Megatron-LM computes it: scores divided by the number, multiplied again in the softmax."""
+    q, k, v = (x.detach().to(torch.float16) for x in tensors(S=12, B=1, n=2, g=2, D=16))
+    heads_q, heads_k, heads_v = (x[:, 0].transpose(0, 1).float() for x in (q, k, v))
+    scores = (heads_q @ heads_k.transpose(1, 2) / (4 * layer)).half()
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    probs = torch.softmax((scores.float() * layer).masked_fill(hidden, -torch.inf), -1)
+    want = (probs @ heads_v).transpose(0, 1)
+    out = backend(q, k, v, Rule(scale=0.25))[:, 0].float()
+    torch.testing.assert_close(out, want, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core import rng, sharding
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
+from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.rng import DropoutKey
 from megatron.core.sharding import Init, whole
 from megatron.training.batches import PADDING, Batch, whole_count, whole_numbers
@@ -225,6 +227,91 @@ def test_without_checks_a_gradient_that_the_optimizer_refuses_is_counted_too() -
     hook.remove()
     result, _, _ = run(global_batch([100] * 4), 2, step=step)
     assert not result.skipped and not result.nan
+
+
+def scaled(step: TrainStep, **settings: object) -> TrainStep:
+    """Give a step the loss scaler of ``settings``."""
+    step.optimizer.scaler = LossScaler(PrecisionConfig.resolve(**settings))
+    return step
+
+
+def overflowing(step: TrainStep) -> RemovableHandle:
+    """Let the gradient of the head overflow until the handle is removed."""
+    return model_of(step).head.register_hook(lambda grad: grad * float("inf"))
+
+
+@pytest.mark.parametrize("settings", [{"loss_scale": 2.0**20}, {"fp16": True}])
+def test_a_scale_that_is_a_power_of_two_changes_no_bit(settings: dict[str, object]) -> None:
+    plain, other = make_step(), scaled(make_step(), **settings)
+    batch = global_batch([100, 3, 50, 0])
+    for _ in range(3):
+        expected_result, _, _ = run(batch, 2, step=plain)
+        result, _, _ = run(batch, 2, step=other)
+        assert result.totals.loss == expected_result.totals.loss
+        assert float(result.grad_norm) == float(expected_result.grad_norm)
+    for a, b in zip(model_of(plain).parameters(), model_of(other).parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_backward_sees_the_loss_times_the_scale() -> None:
+    batch, seen = global_batch([100] * 4), []
+    for scale in (1.0, 3.0):
+        step = scaled(make_step(), loss_scale=scale)
+        handle = model_of(step).head.register_hook(lambda grad: seen.append(grad.clone()))
+        run(batch, 4, step=step)
+        handle.remove()
+    torch.testing.assert_close(seen[1], 3 * seen[0], rtol=1e-12, atol=1e-15)
+
+
+def test_an_overflow_is_no_failure_and_leaves_weights_states_and_steps() -> None:
+    step = scaled(make_step(), fp16=True, initial_loss_scale=16, hysteresis=2)
+    batch = global_batch([100] * 4)
+    run(batch, 2, step=step)
+    before = [p.detach().clone() for p in model_of(step).parameters()]
+    states = [state.tensor.clone() for state in step.optimizer.tensors()]
+    handle, scales = overflowing(step), []
+    for _ in range(3):
+        result, _, _ = run(batch, 2, step=step)
+        assert result.skipped and result.overflow and not result.nan
+        assert result.grad_norm is None and result.num_zeros is None
+        scales.append(step.optimizer.scaler.scale)
+    assert scales == [16, 8, 4]
+    assert step.health.consecutive == 0
+    assert step.optimizer.scalars()["step"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model_of(step).parameters(), strict=True))
+    for old, state in zip(states, step.optimizer.tensors(), strict=True):
+        assert torch.equal(old, state.tensor)
+    handle.remove()
+    result, _, _ = run(batch, 2, step=step)
+    assert not result.skipped and step.optimizer.scalars()["step"] == 2
+    assert not torch.equal(before[0], model_of(step).embedding)
+
+
+def test_an_overflow_at_the_smallest_scale_is_one_of_the_run() -> None:
+    step = scaled(make_step(), fp16=True, initial_loss_scale=4, min_loss_scale=2, hysteresis=1)
+    overflowing(step)
+    assert run(global_batch([100] * 4), 2, step=step)[0].overflow
+    with pytest.raises(RunFailed, match=r"not finite: head\); the loss scale \(2\) is at --min-l"):
+        run(global_batch([100] * 4), 2, step=step)
+
+
+def test_an_overflow_under_a_constant_scale_names_it() -> None:
+    step = scaled(make_step(), loss_scale=4096)
+    overflowing(step)
+    with pytest.raises(RunFailed, match="multiplied by --loss-scale 4096: try less, or --fp16"):
+        run(global_batch([100] * 4), 2, step=step)
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
+    step = scaled(make_step(model=poisoned()), fp16=True)
+    with pytest.raises(RunFailed, match=r"loss is nan on rank 0 \(fp16 ends at 65504.*--bf16"):
+        run(global_batch([100] * 4), 2, step=step)
+    # Where the run goes on all the same, the scale falls as in Megatron-LM.
+    health = HealthConfig(check_for_nan_in_loss_and_grad=False)
+    step = scaled(make_step(model=poisoned(), health=health), fp16=True, hysteresis=1)
+    result, _, _ = run(global_batch([100] * 4), 2, step=step)
+    assert result.nan and not result.overflow
+    assert step.optimizer.scaler.scale == 2.0**31
 
 
 def test_a_reason_to_stop_travels_with_the_totals() -> None:

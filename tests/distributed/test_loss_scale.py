@@ -1,0 +1,110 @@
+"""An fp16 overflow on one rank: every rank leaves the step out, and all scales stay equal."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.mesh import Mesh
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.training.arguments import build_run
+from megatron.training.batches import Batch
+from megatron.training.build import build_chunks, build_optimizer, build_passes
+from megatron.training.health import Health
+from megatron.training.processes import setup
+from megatron.training.step import Plan, TrainStep
+from megatron.training.timers import Timers
+from tests.harness import Pool
+
+VOCABULARY, LENGTH, SAMPLES = 32, 16, 4
+OVERFLOWS = 2
+"""The iteration in which a gradient overflows."""
+FP16 = {"fp16": True, "initial_loss_scale": 256.0, "hysteresis": 1, "loss_scale_window": 2}
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    return {
+        "tokens": text[:, :-1],
+        "labels": text[:, 1:],
+        "loss_mask": torch.ones(SAMPLES, LENGTH),
+    }
+
+
+def train(rank: int, sizes: dict[str, Any], culprit: int, steps: int) -> dict[str, Any]:
+    """Train a small GPT in fp16; on the rank ``culprit`` one element of one gradient overflows."""
+    values = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "seq_length": LENGTH,
+        "micro_batch_size": 1,
+        "global_batch_size": SAMPLES,
+        "train_iters": steps,
+        "lr": 1e-2,
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCABULARY - 1,
+        "device": "cpu",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        **FP16,
+        **sizes,
+    }
+    config = build_run(values, dict.fromkeys(values, "flag"))
+    alone = config.process.world_size == 1
+    cpu = torch.device("cpu")
+    mesh = Mesh.serial(cpu) if alone else setup.connected_mesh(config, cpu)
+    vocabulary = resolve_vocabulary(config.tokenizer, VOCABULARY, mesh.tp.size)
+    chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
+    optimizer = build_optimizer(config, chunks, mesh)
+    passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
+    step = TrainStep(passes, optimizer, Health(config.health), seed=1)
+    numbers = range(mesh.dp.coordinate, SAMPLES, mesh.dp.size)
+    microbatches = [{name: x[i : i + 1] for name, x in batch().items()} for i in numbers]
+    iteration = 0
+
+    def overflow(parameter: torch.nn.Parameter) -> None:
+        if iteration == OVERFLOWS and parameter.grad is not None:
+            parameter.grad.view(-1)[0] = torch.inf
+
+    if rank == culprit:  # a matrix that tensor-parallel ranks hold parts of
+        named = chunks[0].named_parameters()
+        matrix = next(p for name, p in named if name.endswith("linear_fc1.weight"))
+        matrix.register_post_accumulate_grad_hook(overflow)
+    found: dict[str, Any] = {"skipped": [], "scales": [], "losses": [], "moved": []}
+    for iteration in range(1, steps + 1):
+        before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+        plan = Plan(iteration=iteration, samples=range(SAMPLES), learning_rate=1e-2, weight_decay=0)
+        nominal = float(SAMPLES * LENGTH)
+        result = step.run(plan, microbatches, len(numbers), nominal, lambda: (False,) * 3)
+        assert result.overflow == result.skipped and not result.nan
+        now = [p for chunk in chunks for p in chunk.parameters()]
+        found["skipped"].append(result.skipped)
+        found["scales"].append(optimizer.scaler.scale)
+        found["losses"].append(result.totals.loss)
+        found["moved"].append(not all(map(torch.equal, before, now)))
+    return found | {"steps": optimizer.scalars()["step"]}
+
+
+LAYOUTS = [
+    {"world_size": 2},
+    {"world_size": 2, "tensor_model_parallel_size": 2},
+    {"world_size": 2, "pipeline_model_parallel_size": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_ranks_overflow_is_everyones(pool: Pool, sizes: dict[str, Any], culprit: int) -> None:
+    expected = train(0, {"world_size": 1}, culprit=0, steps=4)
+    assert expected["skipped"] == [False, True, False, False]
+    assert expected["scales"] == [256, 128, 128, 256]
+    for found in pool.run(2, train, sizes, culprit, 4):
+        for name in ("skipped", "scales", "steps"):
+            assert found[name] == expected[name], name
+        assert found["moved"] == [True, False, True, True]
+        # fp16 has 11 bits: layouts round sums at other places.
+        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
