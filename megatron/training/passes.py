@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel.partition import cut_microbatch
 from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.config import PipelineConfig
-from megatron.core.pipeline_parallel.executor import ChunkCallback, PipelineExecutor
+from megatron.core.pipeline_parallel.executor import GradientCallback, PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import Shape
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Action, Schedule
@@ -117,8 +117,8 @@ class Passes:
         *,
         divisor: float,
         key_of: KeyOf,
-        before_last_backward: ChunkCallback | None = None,
-        after_last_backward: ChunkCallback | None = None,
+        before_gradients: GradientCallback | None = None,
+        after_gradients: GradientCallback | None = None,
     ) -> None:
         """Add the gradients of ``count`` microbatches to the parameters'.
 
@@ -128,8 +128,8 @@ class Passes:
             sums: takes the terms of the objective.
             divisor: what the loss is divided by before backward; a loss scale is in it.
             key_of: gives the key of the dropout masks.
-            before_last_backward: told of a chunk before the last gradients are added to it.
-            after_last_backward: told of it afterwards.
+            before_gradients: told of each action of a backward before it begins.
+            after_gradients: told of it afterwards.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -148,8 +148,8 @@ class Passes:
             self._schedule(count),
             forward,
             feed,
-            before_last_backward=before_last_backward,
-            after_last_backward=after_last_backward,
+            before_gradients=before_gradients,
+            after_gradients=after_gradients,
         )
 
     @torch.no_grad()

@@ -422,7 +422,7 @@ class Job:
                 config.logging.tensorboard_dir or save_to or ".",
             ),
             garbage=Garbage(config.training),
-            replica_check=self._replica_check(chunks),
+            replica_check=self._replica_check(optimizer),
             pulse=self.pulse,
             save=self._saver(chunks, optimizer, built.facts, state) if save_to else None,
             say=self.say,
@@ -430,11 +430,11 @@ class Job:
         )
         return Trainer(config, parts, state)
 
-    def _replica_check(self, chunks: Sequence[nn.Module]) -> ReplicaCheck | None:
+    def _replica_check(self, optimizer: Optimizer) -> ReplicaCheck | None:
         interval = self.config.health.check_weight_hash_across_dp_replicas_interval
         if interval is None or self.mesh.world.size == 1:
             return None
-        return ReplicaCheck(chunks, self.mesh, interval)
+        return ReplicaCheck(optimizer.data_parallel, self.mesh, interval)
 
     def _training_batches(
         self, train: Samples | Loader, state: TrainState

@@ -12,13 +12,14 @@ which ranks stand against which.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import comm, sharding
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Box
 from megatron.training.health import RunFailed
@@ -39,8 +40,6 @@ class _Copy:
     """A region of a parameter on this rank."""
 
     key: _Key
-    parameter: nn.Parameter
-    box: Box
     axes: tuple[str, ...]
     """Along which other ranks hold it too."""
 
@@ -49,15 +48,14 @@ class ReplicaCheck:
     """Compares this rank's weights with the copies on other ranks.
 
     Args:
-        chunks: this rank's parts of the model.
+        replicas: the weights of this rank's parts of the model.
         mesh: of the run.
         interval: iterations between checks.
     """
 
-    def __init__(self, chunks: Iterable[nn.Module], mesh: Mesh, interval: int) -> None:
-        self._mesh, self._interval = mesh, interval
-        unique = {id(p): p for chunk in chunks for p in chunk.parameters()}
-        self._copies = [copy for parameter in unique.values() for copy in _copies(parameter)]
+    def __init__(self, replicas: DataParallel, mesh: Mesh, interval: int) -> None:
+        self._replicas, self._mesh, self._interval = replicas, mesh, interval
+        self._copies = [copy for parameter in replicas.parameters for copy in _copies(parameter)]
         self._passed: int | None = None
 
     def after(self, iteration: int) -> None:
@@ -76,7 +74,11 @@ class ReplicaCheck:
     def differences(self) -> list[str]:
         """Return a line for each region whose copies differ; a collective of the world."""
         device = self._mesh.device
-        hashes = [fingerprint(c.parameter[sharding.box_slices(c.box)]) for c in self._copies]
+        hashes = [
+            fingerprint(parameter[sharding.box_slices(region.local)])
+            for parameter in self._replicas.whole_parameters()
+            for region in sharding.of(parameter).regions
+        ]
         mine = torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
         differs = torch.zeros(len(hashes), dtype=torch.bool, device=device)
         # In one order on all ranks, whose stages begin with other kinds of parameters.
@@ -114,12 +116,7 @@ def _copies(parameter: nn.Parameter) -> list[_Copy]:
     record = sharding.of(parameter)
     tied = ("ends",) if record.tied else ()
     return [
-        _Copy(
-            (record.name, region.logical),
-            parameter,
-            region.local,
-            ("dp_cp", *region.replicated, *tied),
-        )
+        _Copy((record.name, region.logical), ("dp_cp", *region.replicated, *tied))
         for region in record.regions
     ]
 

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core import comm, sharding
+from megatron.core import comm
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.precision.loss_scaler import LossScaler
@@ -55,6 +56,7 @@ class StepResult:
 
     totals: Totals
     grad_norm: float | Tensor | None
+    """None where there is none worth a look: of a loss that is not finite, and of an overflow."""
     num_zeros: float | Tensor | None = None
     skipped: bool = False
     """The weights were left as they are."""
@@ -112,8 +114,8 @@ class TrainStep:
                 sums,
                 divisor=divisor,
                 key_of=functools.partial(self._key, plan.iteration),
-                before_last_backward=replicas.begin,
-                after_last_backward=replicas.finish,
+                before_gradients=replicas.begin,
+                after_gradients=replicas.finish,
             )
         with self.timers.measure("all-reduce-gradients"):
             replicas.reduce_gradients()
@@ -156,8 +158,8 @@ class TrainStep:
             self.health.finite(totals.loss)
         return StepResult(
             totals=totals,
-            grad_norm=update.grad_norm,
-            num_zeros=update.num_zeros,
+            grad_norm=None if overflow else update.grad_norm,
+            num_zeros=None if overflow else update.num_zeros,
             skipped=refused,
             nan=refused and not overflow,
             overflow=overflow,
@@ -165,7 +167,7 @@ class TrainStep:
 
     def _blame(self, update: Update) -> str:
         """Return which gradients are not finite; a collective, as each rank has its own."""
-        mine = non_finite_gradients(self.passes.chunks)[: SHOWN + 1]
+        mine = non_finite_gradients(self.optimizer.data_parallel)[: SHOWN + 1]
         everyone = comm.gather_objects(mine, self.mesh.world)
         names = list(dict.fromkeys(itertools.chain.from_iterable(everyone)))
         what = f"gradient norm is {float(update.grad_norm)} although the loss is finite"
@@ -175,14 +177,14 @@ class TrainStep:
         return what + _of_scale(self.optimizer.scaler)
 
 
-def non_finite_gradients(chunks: Iterable[nn.Module]) -> list[str]:
-    """Return the names of parameters whose gradient has an element that is not finite."""
-    return [
-        sharding.of(parameter).name
-        for chunk in chunks
-        for parameter in chunk.parameters()
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+def non_finite_gradients(replicas: DataParallel) -> list[str]:
+    """Return the names of parameters of whose gradient this rank has an element not finite."""
+    found = [
+        member.record.name
+        for member, grad in replicas.gradients()
+        if not bool(torch.isfinite(grad).all())
     ]
+    return list(dict.fromkeys(found))
 
 
 def _of_scale(scaler: LossScaler) -> str:

@@ -71,11 +71,11 @@ def _iterations(rank: int, settings: dict[str, Any]) -> None:
         parallel.zero_grad()
         for model in (plain, overlapped):
             backward(model, rank, 0, middle)
-        parallel.begin(0)
+        parallel.begin(0, "backward", True)
         with comm.counting() as during:
             backward(overlapped, rank, 1, middle)
         with comm.counting() as after:
-            parallel.finish(0)
+            parallel.finish(0, "backward", True)
         with comm.counting() as rest:
             parallel.reduce_gradients()
         counts = [t.calls["dp_cp", "all_reduce"] for t in (during, after, rest)]
@@ -106,10 +106,10 @@ def _order(rank: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "all_reduce", noting)
         for _ in range(2):
-            parallel.begin(0)
+            parallel.begin(0, "backward", True)
             # Gradients become complete in another order on each rank.
             backward(model, rank, 1, ("one", "two") if rank else ("two", "one"))
-            parallel.finish(0)
+            parallel.finish(0, "backward", True)
             parallel.reduce_gradients()
     return starts
 
@@ -125,10 +125,10 @@ def _unused(rank: int) -> None:
     """A matrix that takes no part in an iteration holds its bucket back, until the end."""
     mesh, model = Mesh.create(ParallelConfig.resolve(), CPU), Stack()
     parallel = replicas(mesh, model, overlap_grad_reduce=True, ddp_bucket_size=60)
-    parallel.begin(0)
+    parallel.begin(0, "backward", True)
     with comm.counting() as during:
         backward(model, rank, 1, ("one",))
-    parallel.finish(0)
+    parallel.finish(0, "backward", True)
     parallel.reduce_gradients()
     assert during.calls["dp_cp", "all_reduce"] < 4
     assert model.two.grad is not None and not model.two.grad.any()

@@ -132,17 +132,23 @@ def train(
         toy = Toy(placement.positions(rank), placement.num_stages)
         toy.zero_grad()
         shapes = share_shapes(shapes_of(data) if rank == 0 else None, count, 3, axis, CPU)
-        events: list[tuple[str, int]] = []
+        events: list[tuple[Any, ...]] = []
         executor.run(
             schedule,
             toy.step_over(data),
             shapes,
-            before_last_backward=lambda chunk, events=events: events.append(("before", chunk)),
-            after_last_backward=lambda chunk, events=events: events.append(("after", chunk)),
+            before_gradients=lambda *told, events=events: events.append(("before", *told)),
+            after_gradients=lambda *told, events=events: events.append(("after", *told)),
         )
-        # Each chunk's last backward once, before and after in turn.
-        assert sorted(chunk for _, chunk in events) == sorted([*range(chunks)] * 2)
-        assert [word for word, _ in events] == ["before", "after"] * chunks
+        # Around every action of a backward; each chunk has one last one.
+        assert [event[1:] for event in events[::2]] == [event[1:] for event in events[1::2]]
+        assert [word for word, *_ in events] == ["before", "after"] * (len(events) // 2)
+        whole = [chunk for _, chunk, kind, _ in events[::2] if kind == "backward"]
+        parts = [chunk for _, chunk, kind, _ in events[::2] if kind == "backward_weight"]
+        assert sorted(whole + parts) == sorted([*range(chunks)] * count)
+        final = [(chunk, kind) for _, chunk, kind, last in events[::2] if last]
+        assert sorted(chunk for chunk, _ in final) == [*range(chunks)]
+        assert all(kind != "backward_input" for _, kind in final)
         result.append({key: w.grad for key, w in toy.weights.items() if w.grad is not None})
     return result
 

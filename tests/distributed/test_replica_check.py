@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core import comm, rng, sharding
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import arguments
@@ -38,6 +39,10 @@ def build(world: int, words: str) -> tuple[Mesh, list[nn.Module]]:
     return mesh, list(chunks)
 
 
+def replicas_of(chunks: list[nn.Module], mesh: Mesh) -> DataParallel:
+    return DataParallel(chunks, mesh, torch.float32, group_of=lambda record: "all")
+
+
 def corrupt(chunks: list[nn.Module], part: str, place: tuple[int, ...]) -> str:
     """Change one element as little as its format can; return the parameter's name."""
     for chunk in chunks:
@@ -54,7 +59,7 @@ def corrupt(chunks: list[nn.Module], part: str, place: tuple[int, ...]) -> str:
 def check(rank: int, world: int, words: str, guilty: int, part: str, place: tuple[int, ...]) -> str:
     """Return the message of the check after ``guilty`` has changed an element."""
     mesh, chunks = build(world, words)
-    checker = ReplicaCheck(chunks, mesh, 10)
+    checker = ReplicaCheck(replicas_of(chunks, mesh), mesh, 10)
     checker.after(10)
     if rank == guilty:
         corrupt(chunks, part, place)
@@ -116,7 +121,7 @@ def own_shares(rank: int) -> list[str]:
     corrupt(chunks, "mlp.linear_fc1.weight", (0, 0))
     if mesh.tp.coordinate == 1 and mesh.pp.coordinate == 0:
         corrupt(chunks, "word_embeddings.weight", (127, 0))
-    return ReplicaCheck(chunks, mesh, 1).differences()
+    return ReplicaCheck(replicas_of(chunks, mesh), mesh, 1).differences()
 
 
 def test_what_one_rank_alone_holds_is_not_compared(pool: Pool) -> None:
@@ -128,7 +133,7 @@ def traffic(rank: int) -> tuple[int, int]:
     regions = sum(
         len(sharding.of(parameter).regions) for chunk in chunks for parameter in chunk.parameters()
     )
-    checker = ReplicaCheck(chunks, mesh, 1)
+    checker = ReplicaCheck(replicas_of(chunks, mesh), mesh, 1)
     with comm.counting() as counted:
         checker.after(1)
     return counted.bytes.total(), 2 * 8 * regions + 8

@@ -90,8 +90,8 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
                     passes.accumulator(),
                     divisor=1.0,
                     key_of=lambda number: None,  # type: ignore[arg-type,return-value]
-                    before_last_backward=optimizer.data_parallel.begin,
-                    after_last_backward=optimizer.data_parallel.finish,
+                    before_gradients=optimizer.data_parallel.begin,
+                    after_gradients=optimizer.data_parallel.finish,
                 )
                 optimizer.data_parallel.reduce_gradients()
                 optimizer.step(1.0, lr=1e-3, weight_decay=0.1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.buffers import Shares, build_buffers
 from megatron.core.distributed.layout import plan_buffers
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.models.gpt import GPTModel
@@ -147,7 +147,7 @@ def test_buffers_are_planned_as_they_are_built(
         model.parameters(),
         torch.float32,
         group_of=groups.grouping(run.optimizer),
-        data_size=replicas,
+        shares=Shares("no_shard", mesh.alone, Axis("dp_cp", tuple(range(replicas)), 0, None)),
     )
     (stage,) = run.stages
     items = accounting.buffer_items(

@@ -10,11 +10,14 @@ from torch import nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.buffers import Shares, build_buffers
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.layout import Item, plan_buffers
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Init, Region, Sharding
+
+
+ALONE = Shares("no_shard", Mesh.serial().alone, Mesh.serial().dp_cp)
 
 
 def parameter(
@@ -102,7 +105,7 @@ def test_box_ranges_are_the_elements_of_the_box(
 def test_parameters_keep_their_values_and_become_views() -> None:
     first, second = parameter(3, 5, name="a"), parameter(7, name="b", decay=False)
     before = first.detach().clone(), second.detach().clone()
-    (buffer,) = build_buffers([first, second], torch.float32, group_of=by_decay)
+    (buffer,) = build_buffers([first, second], torch.float32, group_of=by_decay, shares=ALONE)
     assert torch.equal(first, before[0]) and torch.equal(second, before[1])
     buffer.data.fill_(3.0)
     assert (first == 3).all() and (second == 3).all()
@@ -115,7 +118,7 @@ def test_parameters_keep_their_values_and_become_views() -> None:
 def test_bf16_gradients_accumulate_in_fp32_in_place() -> None:
     """256 + 1 is lost in bf16; the buffer keeps every microbatch."""
     weight = parameter(4, dtype=torch.bfloat16)
-    (buffer,) = build_buffers([weight], torch.float32, group_of=by_decay)
+    (buffer,) = build_buffers([weight], torch.float32, group_of=by_decay, shares=ALONE)
     view = weight.grad
     (weight.sum() * 256).backward()
     for _ in range(5):
@@ -126,7 +129,7 @@ def test_bf16_gradients_accumulate_in_fp32_in_place() -> None:
 
 def test_zero_grad_puts_the_view_back() -> None:
     weight = parameter(4)
-    (buffer,) = build_buffers([weight], torch.float32, group_of=by_decay)
+    (buffer,) = build_buffers([weight], torch.float32, group_of=by_decay, shares=ALONE)
     weight.grad = None
     weight.sum().backward()
     with pytest.raises(AssertionError, match="left its buffer"):
@@ -144,7 +147,7 @@ def test_dtypes_summed_axes_and_ties_part_buffers() -> None:
     tied = nn.Parameter(torch.ones(4))
     record = sharding.whole((4,), Init())
     sharding.attach(tied, Sharding(record.shape, record.regions, Init(), "tied", tied=True))
-    buffers = build_buffers([plain, coarse, norm, tied], torch.float32, group_of=by_decay)
+    buffers = build_buffers([plain, coarse, norm, tied], torch.float32, group_of=by_decay, shares=ALONE)
     assert [buffer.summed for buffer in buffers] == [(), (), ("tp",), ()]
     assert [buffer.data.dtype for buffer in buffers].count(torch.bfloat16) == 1
 
@@ -174,7 +177,7 @@ def test_only_owned_elements_are_in_the_ranges() -> None:
     bias = nn.Parameter(torch.ones(10))
     sharding.attach(bias, sharding.whole((10,), Init(), replicated=("tp",)))
     other = parameter(6)
-    (buffer,) = build_buffers([other, bias, table], torch.float32, group_of=by_decay)
+    (buffer,) = build_buffers([other, bias, table], torch.float32, group_of=by_decay, shares=ALONE)
     # Backwards: table at 0, bias at 64, other at 128.
     everything = [(0, 15), (64, 74), (128, 134)]
     assert buffer.owned_ranges(Mesh.serial()) == everything
@@ -182,7 +185,9 @@ def test_only_owned_elements_are_in_the_ranges() -> None:
     second = [(0, 15), (128, 134)]
     assert buffer.owned_ranges(second_of_two("tp")) == second
     assert layout.bridge_gaps(second, buffer.plan) == second
-    assert buffer.owned_ranges(second_of_two("dp_cp")) == []
+    replica = Shares("no_shard", Mesh.serial().alone, second_of_two("dp_cp").dp_cp)
+    (buffer,) = build_buffers([other, bias, table], torch.float32, group_of=by_decay, shares=replica)
+    assert buffer.owned_ranges(Mesh.serial()) == []
 
 
 def test_one_process_moves_no_byte() -> None:

@@ -3,22 +3,36 @@
 Parameters with equal (dtype, axes their gradient is summed over) share a `FlatBuffer`; their data
 and their gradients become views of it. Autograd adds to an existing ``grad`` in place, and our own
 layers do too, so gradients accumulate in the buffer, in at least fp32, also for bf16 parameters.
-Collectives then reduce a buffer bucket by bucket, and the optimizer updates a contiguous range in a
-few calls.
+Collectives then reduce a buffer bucket by bucket, and the optimizer updates what this rank has of
+it (`spans`) in a few calls.
+
+`Shares` says what replicas share out. What is shared out is kept in memory of its own, as large as
+this rank's share, and the buffer's storage is there only while somebody needs all of it:
+
+    no_shard             weights, gradients: whole; this rank updates all
+    optim                weights, gradients: whole; this rank updates its share of each bucket
+    optim_grads          gradients: a share, and all of them while a backward adds to them
+    optim_grads_params   weights too: a share, and all of them while a unit computes
+
+A storage is emptied and filled again under its tensors, so parameters and their gradients stay the
+same objects all along. Nothing notices a read of an empty one, hence the assertions in layers
+(`sharding.is_there`).
 
 Two things must not happen to a parameter that lies in a buffer: ``parameter.grad`` set to anything
 else (`FlatBuffer.zero_grad` puts the view back), and ``parameter.data`` replaced.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.distributed import layout
+from megatron.core.distributed.config import Strategy
 from megatron.core.distributed.layout import BufferPlan, Item, Range
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Sharding
 from megatron.core.utils import UserError
 
@@ -26,22 +40,74 @@ GroupOf = Callable[[Sharding], str]
 """Gives the optimizer group of a parameter."""
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How replicas share a buffer out."""
+
+    strategy: Strategy
+    axis: Axis
+    """Ranks among which it is shared out."""
+    copies: Axis
+    """Ranks that hold the same share."""
+
+    @property
+    def gradients(self) -> bool:
+        """Return whether each rank keeps its share of the gradients only."""
+        return self.strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def weights(self) -> bool:
+        """Return whether each rank keeps its share of the weights only."""
+        return self.strategy == "optim_grads_params"
+
+
+@dataclass(frozen=True)
+class Member:
+    """The part of one parameter that lies in one range of a buffer."""
+
+    record: Sharding
+    shape: tuple[int, ...]
+    """Of the whole local parameter."""
+    range: int
+    """Number of the range."""
+    place: slice
+    """Elements of the range."""
+    start: int
+    """Offset in the flattened local parameter of the first of them."""
+
+    @property
+    def stop(self) -> int:
+        """Return the offset after the last of them."""
+        return self.start + (int(self.place.stop) - int(self.place.start))
+
+
 class FlatBuffer:
     """One flat piece of parameters and one of their gradients."""
 
     data: Tensor
+    """All weights; its storage is empty at times where weights are shared out."""
     grad: Tensor
+    """All gradients of this rank's samples, likewise."""
+    spans: list[Range]
+    """What this rank updates: its share of every bucket. There its gradients are whole, once they
+    are reduced."""
+    weight_pieces: list[Tensor]
+    """Weights in `spans`, always there."""
+    grad_pieces: list[Tensor]
+    """Gradients in `spans`, always there."""
     summed: tuple[str, ...]
     """Model-parallel axes that some region's gradient is summed over."""
     is_tied: bool
     """Another stage holds a copy of its one parameter."""
-    data_axis: str = "dp_cp"
-    """Axis of the replicas, which every gradient is summed over."""
 
     def __init__(
-        self, plan: BufferPlan, parameters: Iterable[nn.Parameter], grad_dtype: torch.dtype
+        self,
+        plan: BufferPlan,
+        parameters: Iterable[nn.Parameter],
+        grad_dtype: torch.dtype,
+        shares: Shares,
     ) -> None:
-        self.plan = plan
+        self.plan, self.shares = plan, shares
         everyone = list(parameters)
         self.parameters = tuple(everyone[slot.index] for slot in plan.slots)
         first = self.parameters[0]
@@ -56,17 +122,55 @@ class FlatBuffer:
             parameter.data = view
             _allow_grad_dtype(parameter, grad_dtype)
             parameter.grad = self._grad_views[i]
+        self.spans = plan.shards(shares.axis.coordinate, shares.axis.size)
+        self.weight_pieces = self._pieces(self.data, shares.weights)
+        self.grad_pieces = self._pieces(self.grad, shares.gradients)
+        if shares.weights:
+            _empty(self.data)
+        if shares.gradients:
+            _empty(self.grad)
 
     def _view(self, flat: Tensor, i: int) -> Tensor:
         slot = self.plan.slots[i]
         return flat[slot.start : slot.stop].view(self.parameters[i].shape)
 
+    def _pieces(self, flat: Tensor, apart: bool) -> list[Tensor]:
+        """Return what `spans` hold of ``flat``: views, or a copy in one piece of memory."""
+        views = [flat[start:stop] for start, stop in self.spans]
+        return list(torch.cat(views).split([len(view) for view in views])) if apart else views
+
     def zero_grad(self) -> None:
         """Set every gradient to zero, and every ``parameter.grad`` to its view of the buffer."""
-        self.grad.zero_()
+        if self.shares.gradients:
+            self.drop_grad()
+            for piece in self.grad_pieces:
+                piece.zero_()
+        else:
+            self.grad.zero_()
         for parameter, view in zip(self.parameters, self._grad_views, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
+
+    def take_grad(self) -> None:
+        """Have memory for all gradients, zeros if there was none."""
+        if not sharding.is_there(self.grad):
+            _fill(self.grad)
+            self.grad.zero_()
+
+    def drop_grad(self) -> None:
+        """Give the memory of all gradients back, where they are shared out."""
+        if self.shares.gradients:
+            _empty(self.grad)
+
+    def take_data(self) -> None:
+        """Have memory for all weights; what it holds is for `weight_pieces` of all ranks to say."""
+        if not sharding.is_there(self.data):
+            _fill(self.data)
+
+    def drop_data(self) -> None:
+        """Give the memory of all weights back, where they are shared out."""
+        if self.shares.weights:
+            _empty(self.data)
 
     def check_gradients(self) -> None:
         """Assert that nobody has put other gradients in place of the buffer's."""
@@ -76,38 +180,69 @@ class FlatBuffer:
                 "optimizer's zero_grad() and never set .grad"
             )
 
-    @property
-    def spans(self) -> list[Range]:
-        """Return the ranges whose gradients are whole here once reduced, and are updated here."""
-        return [(0, self.plan.size)]
-
-    @property
-    def weight_pieces(self) -> list[Tensor]:
-        """Return the weights in `spans`."""
-        return [self.data[start:stop] for start, stop in self.spans]
-
-    @property
-    def grad_pieces(self) -> list[Tensor]:
-        """Return the gradients in `spans`."""
-        return [self.grad[start:stop] for start, stop in self.spans]
+    def members(self, part: Range, number: int) -> Iterator[Member]:
+        """Yield the parts of parameters in a range of the buffer, which is called ``number``."""
+        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
+            common = layout.intersect((slot.start, slot.stop), part)
+            if common is not None:
+                yield Member(
+                    sharding.of(parameter),
+                    tuple(parameter.shape),
+                    number,
+                    slice(common[0] - part[0], common[1] - part[0]),
+                    common[0] - slot.start,
+                )
 
     def owned_ranges(self, mesh: Mesh) -> list[Range]:
         """Return the ranges of the elements that this rank answers for in sums over the world.
 
         Each logical element is answered for once: rows that only pad a vocabulary, what another
-        rank owns and what another replica counts are left out.
+        rank owns and what another replica counts are left out. Of what is shared out, this rank
+        answers for what lies in `spans`.
         """
-        if mesh[self.data_axis].coordinate > 0:
+        if self.shares.copies.coordinate > 0:
             return []
         coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()}
-        ranges = []
+        return self._ranges(lambda record: record.owned(coordinates))
+
+    def summed_ranges(self, axis: str) -> list[Range]:
+        """Return the ranges whose gradients are partial along ``axis``.
+
+        Padding lies in no region, but its gradient is zero on every rank: where all regions are
+        partial, all of the buffer counts as such.
+        """
+        regions = [r for p in self.parameters for r in sharding.of(p).regions]
+        if all(axis in region.summed for region in regions):
+            return [(0, self.plan.size)]
+        return self._ranges(lambda record: (r for r in record.regions if axis in r.summed))
+
+    def _ranges(self, regions_of: Callable[[Sharding], Iterable[sharding.Region]]) -> list[Range]:
+        ranges: list[Range] = []
         for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
-            mine = []
-            for region in sharding.of(parameter).owned(coordinates):
-                for start, stop in layout.box_ranges(parameter.shape, region.local):
-                    mine.append((slot.start + start, slot.start + stop))
+            mine = [
+                (slot.start + start, slot.start + stop)
+                for region in regions_of(sharding.of(parameter))
+                for start, stop in layout.box_ranges(parameter.shape, region.local)
+            ]
             ranges += layout.merge(sorted(mine))
         return ranges
+
+    def cut(self, ranges: Iterable[Range]) -> list[tuple[int, slice]]:
+        """Return the parts of ``ranges`` that lie in `spans`: (number of the span, slice of it)."""
+        return [
+            (number, slice(common[0] - span[0], common[1] - span[0]))
+            for each in ranges
+            for number, span in enumerate(self.spans)
+            if (common := layout.intersect(each, span)) is not None
+        ]
+
+
+def _empty(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(0)
+
+
+def _fill(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _allow_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -132,21 +267,28 @@ def build_buffers(
     grad_dtype: torch.dtype,
     *,
     group_of: GroupOf,
-    data_size: int = 1,
+    shares: Shares,
     bucket_size: int | None = None,
     apart: frozenset[int] = frozenset(),
 ) -> list[FlatBuffer]:
     """Move ``parameters`` into flat buffers and give each a gradient of zeros.
 
     Values are kept. A tied parameter gets a buffer of its own, since its gradient is summed with
-    that of its twin on another stage; so do those whose ids are in ``apart``.
+    that of its twin on another stage; so do those whose ids are in ``apart``. Where gradients are
+    shared out, each unit of the model has buffers of its own.
     """
     everyone = list(parameters)
     items = []
     for parameter in everyone:
         record = sharding.of(parameter)
         alone = record.tied or id(parameter) in apart
-        key = (parameter.dtype, summed_axes(record), record.name if alone else "")
+        key = (
+            parameter.dtype,
+            summed_axes(record),
+            record.name if alone else "",
+            layout.unit_of(record.name) if shares.gradients else "",
+        )
         items.append(Item(record.name, parameter.numel(), key, group_of(record)))
-    plans = layout.plan_buffers(items, data_size, bucket_size)
-    return [FlatBuffer(plan, everyone, grad_dtype) for plan in plans]
+    # Buckets divide over all replicas, whatever is shared out.
+    plans = layout.plan_buffers(items, shares.axis.size * shares.copies.size, bucket_size)
+    return [FlatBuffer(plan, everyone, grad_dtype, shares) for plan in plans]

@@ -1,15 +1,17 @@
-"""Data parallelism: every replica ends with the same sum of all replicas' gradients.
+"""Data parallelism: every replica ends with the sum of all replicas' gradients of what it updates.
 
 The gradients of each model chunk lie in flat buffers, cut into buckets; a bucket is summed over the
-replicas by one collective. Buckets are launched in one static order, equal on all ranks: chunk by
-chunk as their last backwards come, within a chunk by place. With ``overlap`` a bucket is launched
-as soon as it and those before it are complete, while the backward goes on:
+replicas by one collective (`reduction`). Buckets are launched in one static order, equal on all
+ranks: chunk by chunk as their last backwards come, within a chunk by place. With ``overlap`` a
+bucket is launched as soon as it and those before it are complete, while the backward goes on:
 
-    begin(chunk)          before the last backward of a chunk
-    finish(chunk)         after it: the chunk's other buckets are launched
+    begin(chunk ...)      before each action that adds to a chunk's gradients
+    finish(chunk ...)     after it; after the last one the chunk's other buckets are launched
     reduce_gradients()    what is left is launched, all is waited for, regions are summed
+    publish_weights()     weights that other ranks updated are gathered
 
-    once per iteration    all-reduce of each bucket over dp x cp, then sums of regions (`finalize`)
+    no_shard, optim       one sum of each bucket per iteration, then sums of regions (`finalize`)
+    optim_grads(_params)  one sum of each unit per microbatch (`fully_sharded`), then of regions
 
 When a gradient is complete in a backward, autograd's hook tells: it comes once, after everything
 that uses the parameter, also where layers add the gradient themselves. Without a gradient it does
@@ -18,21 +20,39 @@ the last of it is no backward of autograd's.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.core import comm
-from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import FlatBuffer, GroupOf, build_buffers
+from megatron.core.distributed import finalize, reduction
+from megatron.core.distributed.buffers import (
+    FlatBuffer,
+    GroupOf,
+    Member,
+    Shares,
+    build_buffers,
+)
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fully_sharded import FullySharded
+from megatron.core.distributed.gathering import WeightGather
 from megatron.core.distributed.layout import Range
+from megatron.core.distributed.reduction import Finish
+from megatron.core.distributed.units import find_units
 from megatron.core.mesh import Mesh
 
 
 class DataParallel:
-    """The gradients of this rank's model chunks, and their sum over replicas."""
+    """The weights and gradients of this rank's model chunks, and what replicas do with them.
+
+    Args:
+        chunks: this rank's parts of the model; their parameters have records and values.
+        mesh: axes and device.
+        grad_dtype: of gradients.
+        group_of: gives the optimizer group of a parameter.
+        config: how gradients are summed and what is shared out.
+        reduce_dtype: in which gradients travel; that of gradients when absent.
+    """
 
     def __init__(
         self,
@@ -42,39 +62,71 @@ class DataParallel:
         *,
         group_of: GroupOf,
         config: DataParallelConfig | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         config = config or DataParallelConfig.resolve()
-        self.mesh = mesh
+        self.mesh, self.shares = mesh, shares_of(config, mesh)
         self.buffers: list[FlatBuffer] = []
-        self._queues: list[_Queue] = []
-        overlaps = config.overlap_grad_reduce and mesh.dp_cp.size > 1
         modules = list(chunks)
+        everything = {id(p): p for module in modules for p in module.parameters()}
+        self._frozen = [p for p in everything.values() if not p.requires_grad]
         shared = in_several(modules)
+        by_chunk = []
         for parameters in trainable(modules):
             numel = sum(parameter.numel() for parameter in parameters)
-            buffers = build_buffers(
-                parameters,
-                grad_dtype,
-                group_of=group_of,
-                data_size=mesh.dp_cp.size,
-                bucket_size=config.bucket_size(numel, mesh.dp_cp.size),
-                apart=shared,
+            by_chunk.append(
+                build_buffers(
+                    parameters,
+                    grad_dtype,
+                    group_of=group_of,
+                    shares=self.shares,
+                    bucket_size=config.bucket_size(numel, mesh.dp_cp.size),
+                    apart=shared,
+                )
             )
-            self.buffers += buffers
-            self._queues.append(_Queue(buffers, mesh, shared, overlaps))
+            self.buffers += by_chunk[-1]
+        reduce_dtype = reduce_dtype or grad_dtype
+        overlaps = config.overlap_grad_reduce and mesh.dp_cp.size > 1
+        self._queues: list[_Queue] = []
+        self._sharded: FullySharded | None = None
+        self._gather: WeightGather | None = None
+        if self.shares.gradients:
+            self._sharded = FullySharded(
+                [completion_order(module, self.buffers) for module in modules],
+                find_units(modules),
+                reduce_dtype,
+                overlap=overlaps,
+            )
+        else:
+            self._queues = [_Queue(mine, shared, reduce_dtype, overlaps) for mine in by_chunk]
+        if self.shares.axis.size > 1 and not self.shares.weights:
+            overlap = config.overlap_param_gather
+            self._gather = WeightGather(self.buffers, find_units(modules), overlap=overlap)
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
         for buffer in self.buffers:
             buffer.zero_grad()
 
-    def begin(self, chunk: int) -> None:
-        """Expect the last gradients of a chunk's parameters."""
-        self._queues[chunk].begin()
+    def begin(self, chunk: int, kind: str, last: bool) -> None:
+        """Expect gradients of a chunk's parameters.
 
-    def finish(self, chunk: int) -> None:
-        """Take note that the gradients of a chunk's parameters are complete."""
-        self._queues[chunk].finish()
+        Args:
+            chunk: its number.
+            kind: ``backward``, or one of its parts ``backward_input``, ``backward_weight``.
+            last: no more gradients of this chunk come in this iteration.
+        """
+        if self._sharded is not None:
+            self._sharded.begin(chunk, kind)
+        elif last:
+            self._queues[chunk].begin()
+
+    def finish(self, chunk: int, kind: str, last: bool) -> None:
+        """Take note that the gradients that `begin` announced are there."""
+        if self._sharded is not None:
+            self._sharded.finish(chunk, kind)
+        elif last:
+            self._queues[chunk].finish()
 
     def reduce_gradients(self) -> None:
         """Sum all gradients over the replicas and over the axes their regions name."""
@@ -82,23 +134,95 @@ class DataParallel:
             buffer.check_gradients()
         for queue in self._queues:
             queue.flush()
+        reduction.sum_copies(self.buffers)
         finalize.sum_regions(self.buffers, self.mesh)
+
+    def publish_weights(self) -> None:
+        """Let every rank have the weights that others updated; a collective of the replicas.
+
+        With ``overlap_param_gather`` they may be on their way still: `settle` waits.
+        """
+        if self._gather is not None:
+            self._gather.start()
+
+    def settle(self) -> None:
+        """Return once all weights that this rank keeps are there."""
+        if self._gather is not None:
+            self._gather.settle()
+
+    def whole_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield `parameters`, each with all of its weights there until the next is asked for.
+
+        A collective of those who share weights.
+        """
+        self.settle()
+        for buffer in self.buffers:
+            if self._sharded is not None:
+                self._sharded.weights.hold([buffer])
+            yield from buffer.parameters
+            if self._sharded is not None:
+                self._sharded.weights.release([buffer])
+        yield from self._frozen
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters of the chunks, each once: in the order of buffers, then others."""
+        return [*(p for buffer in self.buffers for p in buffer.parameters), *self._frozen]
+
+    def gradients(self) -> Iterator[tuple[Member, Tensor]]:
+        """Yield what this rank has of each parameter's reduced gradient, as flat views."""
+        return _parts(self.buffers, [buffer.grad_pieces for buffer in self.buffers])
+
+    def weights(self) -> Iterator[tuple[Member, Tensor]]:
+        """Yield what this rank updates of each parameter, as flat views."""
+        return _parts(self.buffers, [buffer.weight_pieces for buffer in self.buffers])
+
+
+def _parts(
+    buffers: Sequence[FlatBuffer], pieces: Sequence[list[Tensor]]
+) -> Iterator[tuple[Member, Tensor]]:
+    for buffer, mine in zip(buffers, pieces, strict=True):
+        for number, span in enumerate(buffer.spans):
+            for member in buffer.members(span, number):
+                yield member, mine[number][member.place]
+
+
+def shares_of(config: DataParallelConfig, mesh: Mesh) -> Shares:
+    """Return what the replicas of a mesh share out."""
+    if config.shares(mesh.dp_cp.size) == 1:  # nobody to share with
+        return Shares("no_shard", mesh.alone, mesh.dp_cp)
+    return Shares(config.data_parallel_sharding_strategy, mesh.dp_inner, mesh.dp_outer)
+
+
+def completion_order(chunk: nn.Module, buffers: Iterable[FlatBuffer]) -> list[FlatBuffer]:
+    """Return the buffers that a chunk uses in the order in which a backward completes them.
+
+    That is backwards in the model, by the first unit that uses a buffer.
+    """
+    home = {id(p): buffer for buffer in buffers for p in buffer.parameters}
+    parameters = [p for unit in find_units([chunk]) for p in unit.parameters]
+    first_use = list({id(b): b for b in (home[id(p)] for p in parameters)}.values())
+    return first_use[::-1]
 
 
 class _Queue:
     """The buckets of one chunk, in the order in which all ranks launch them."""
 
     def __init__(
-        self, buffers: list[FlatBuffer], mesh: Mesh, shared: frozenset[int], overlaps: bool
+        self,
+        buffers: list[FlatBuffer],
+        shared: frozenset[int],
+        reduce_dtype: torch.dtype,
+        overlaps: bool,
     ) -> None:
-        self._mesh, self._overlaps = mesh, overlaps
+        self._reduce_dtype, self._overlaps = reduce_dtype, overlaps
         # What another chunk adds to as well is complete only at the end: such buffers come last.
         late = [buffer for buffer in buffers if id(buffer.parameters[0]) in shared]
         early = [buffer for buffer in buffers if id(buffer.parameters[0]) not in shared]
-        self._buckets = [(b, span) for b in (*early, *late) for span in b.plan.buckets]
+        self._buckets = [(b, n) for b in (*early, *late) for n in range(len(b.plan.buckets))]
         self._early = sum(len(buffer.plan.buckets) for buffer in early)
         self._launched = 0
-        self._handles: list[comm.Handle] = []
+        self._pending: list[Finish] = []
         self._listens = False
         self._waiting: list[set[int]] = []
         """Parameters that each bucket still waits for, by id."""
@@ -110,7 +234,10 @@ class _Queue:
         if not self._overlaps:
             return
         self._listens = True
-        self._waiting = [_inside(*bucket) for bucket in self._buckets[: self._early]]
+        self._waiting = [
+            _inside(buffer, buffer.plan.buckets[number])
+            for buffer, number in self._buckets[: self._early]
+        ]
 
     def finish(self) -> None:
         if not self._overlaps:
@@ -120,9 +247,9 @@ class _Queue:
 
     def flush(self) -> None:
         self._launch(len(self._buckets))
-        for handle in self._handles:
-            handle.wait()
-        self._handles.clear()
+        for finish in self._pending:
+            finish()
+        self._pending.clear()
         self._launched = 0
 
     def _complete(self, parameter: torch.Tensor) -> None:
@@ -137,9 +264,8 @@ class _Queue:
 
     def _launch(self, stop: int) -> None:
         """Start the sums of the buckets before number ``stop``."""
-        for buffer, (start, end) in self._buckets[self._launched : stop]:
-            axis = self._mesh[buffer.data_axis]
-            self._handles.append(comm.all_reduce(buffer.grad[start:end], axis, async_op=True))
+        for buffer, number in self._buckets[self._launched : stop]:
+            self._pending.append(reduction.start(buffer, number, self._reduce_dtype))
         self._launched = max(self._launched, stop)
 
 

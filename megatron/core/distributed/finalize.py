@@ -6,50 +6,39 @@ parameters with equal sets of such axes, so where all regions agree one collecti
 whole buffer; otherwise the regions are packed, summed and unpacked. Over axes of size 1 nothing is
 moved. A tied embedding has a copy on the first and one on the last stage, whose gradients are
 summed over these two.
+
+This comes after the sum over replicas, and concerns what this rank updates (`FlatBuffer.spans`):
+the ranks along a model-parallel axis have equal shares.
 """
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
-from megatron.core import comm, sharding
+from megatron.core import comm
 from megatron.core.distributed.buffers import FlatBuffer
-from megatron.core.mesh import Mesh
+from megatron.core.distributed.layout import Range
+from megatron.core.mesh import Axis, Mesh
 
 
 def sum_regions(buffers: Iterable[FlatBuffer], mesh: Mesh) -> None:
     """Complete the gradients of regions that several ranks hold parts of, in place."""
     for buffer in buffers:
         if buffer.is_tied:
-            comm.all_reduce(buffer.grad, mesh.ends)
+            _sum(buffer, [(0, buffer.plan.size)], mesh.ends)
         for name in buffer.summed:
-            axis = mesh[name]
-            if axis.size == 1:
-                continue
-            views = _regions(buffer, name)
-            if views is None:
-                comm.all_reduce(buffer.grad, axis)
-                continue
-            packed = torch.cat([view.reshape(-1) for view in views])
-            comm.all_reduce(packed, axis)
-            parts = packed.split([view.numel() for view in views])
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part.view_as(view))
+            if mesh[name].size > 1:
+                _sum(buffer, buffer.summed_ranges(name), mesh[name])
 
 
-def _regions(buffer: FlatBuffer, axis: str) -> list[Tensor] | None:
-    """Return the gradients of the regions summed over ``axis``, or None when that is all of them.
-
-    Padding lies in no region, but its gradient is zero on every rank: summing it is harmless.
-    """
-    views: list[Tensor] = []
-    everything = True
-    for parameter in buffer.parameters:
-        assert parameter.grad is not None
-        for region in sharding.of(parameter).regions:
-            if axis in region.summed:
-                views.append(parameter.grad[sharding.box_slices(region.local)])
-            else:
-                everything = False
-    return None if everything else views
+def _sum(buffer: FlatBuffer, ranges: Iterable[Range], axis: Axis) -> None:
+    views = [buffer.grad_pieces[number][part] for number, part in buffer.cut(ranges)]
+    if axis.size == 1 or not views:
+        return
+    if len(views) == 1:
+        comm.all_reduce(views[0], axis)
+        return
+    packed = torch.cat(views)
+    comm.all_reduce(packed, axis)
+    for view, part in zip(views, packed.split([len(view) for view in views]), strict=True):
+        view.copy_(part)

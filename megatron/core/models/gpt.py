@@ -35,6 +35,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.position import rotary_tables
+from megatron.core.transformer.saving import Saving
 
 
 class GPTModel(nn.Module):
@@ -73,7 +74,10 @@ class GPTModel(nn.Module):
         assert self.stage.num_mtp_layers == (depths if self.stage.is_last else 0), self.stage
         backends = choose_backends(config, mesh.device, dtype)
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        around = Surroundings(config, mesh, dtype, backends, self.sequence_parallel, context_kinds)
+        self.saving = Saving(config.recompute, config.offload, mesh)
+        around = Surroundings(
+            config, mesh, dtype, backends, self.saving, self.sequence_parallel, context_kinds
+        )
         self.backends, self.residual_dtype = backends, around.residual_dtype
         rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
         tied = not config.untie_embeddings_and_output_weights
@@ -139,18 +143,23 @@ class GPTModel(nn.Module):
         rotary = self.rotary(length, position_ids_BS) if self.rotary else None
         queries = position_ids_BS if cache is not None else None
         context = Context(rotary, packing, dropout, cache, queries)
+        with self.saving.forward(rotary or ()):
+            return self._through(x_SBH, labels_BS, context, ahead)
+
+    def _through(
+        self, x_SBH: Tensor, labels_BS: Tensor | None, context: Context, ahead: Ahead | None
+    ) -> Tensor:
+        """Return what the stage makes of its hidden states."""
         x_SBH = self.decoder(x_SBH, context)
         if self.output_layer is None:
             return x_SBH
-        if labels_BS is None:
-            return self.output_layer.logits(x_SBH)
-        losses_BS = self.output_layer.losses(x_SBH, labels_BS)
-        if self.mtp is None:
+        losses_BS: Tensor = self.output_layer(x_SBH, labels_BS)
+        if labels_BS is None or self.mtp is None:
             return losses_BS
         assert ahead is not None and self.embedding is not None, "look_ahead() gives what is needed"
         states = self.mtp(x_SBH, ahead.tokens_BSK, self.embedding, context)
         labels = ahead.labels_BSK.unbind(-1)
-        further = map(self.output_layer.losses, states, labels)
+        further = map(self.output_layer, states, labels)
         return torch.stack([losses_BS, *further])
 
 

@@ -113,6 +113,10 @@ class LanguageHead(nn.Module):
         shape = (0 if tied == "here" else rows.count, config.hidden_size)
         self.weight = make_parameter(record, shape, around.mesh, around.dtype)
 
+    def forward(self, x_SBH: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """Return `losses`, or `logits` without labels."""
+        return self.logits(x_SBH) if labels_BS is None else self.losses(x_SBH, labels_BS)
+
     def local_logits(self, x_SBH: Tensor) -> Tensor:
         """Return this rank's share of the logits, ``[S, B, v]``."""
         return self._scaled(linear(x_SBH, self.weight, None, self.axis, self.gathers))

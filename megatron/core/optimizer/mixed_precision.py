@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.core import sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import FlatBuffer
-from megatron.core.distributed.layout import Range
-from megatron.core.optimizer.update import Member, Ranges, Step, UpdateRule
+from megatron.core.distributed.buffers import FlatBuffer, Member
+from megatron.core.optimizer.update import Ranges, Step, UpdateRule
 
 AT_ONCE = 1 << 22
 """Elements that are widened at once."""
@@ -60,15 +58,15 @@ class Shard:
 
     def _groups(self) -> list[tuple[str, Ranges]]:
         """Return what is updated of each optimizer group."""
-        found = []
-        for group, segment in self.buffer.plan.segments:
+        found, buffer = [], self.buffer
+        for group, segment in buffer.plan.segments:
             cuts: list[tuple[int, slice]] = []
             members: list[Member] = []
             for number, span in enumerate(self.spans):
                 common = layout.intersect(segment, span)
                 if common is None:
                     continue
-                members += self._members(common, len(cuts))
+                members += buffer.members(common, len(cuts))
                 cuts.append((number, slice(common[0] - span[0], common[1] - span[0])))
             if cuts:
                 ranges = Ranges(
@@ -83,30 +81,8 @@ class Shard:
     def members(self) -> Iterator[tuple[int, Member]]:
         """Yield (number of the span, part of a parameter in it), in order."""
         for number, span in enumerate(self.spans):
-            for member in self._members(span, number):
+            for member in self.buffer.members(span, number):
                 yield number, member
-
-    def _members(self, part: Range, number: int) -> Iterator[Member]:
-        buffer = self.buffer
-        for slot, parameter in zip(buffer.plan.slots, buffer.parameters, strict=True):
-            common = layout.intersect((slot.start, slot.stop), part)
-            if common is not None:
-                yield Member(
-                    sharding.of(parameter),
-                    tuple(parameter.shape),
-                    number,
-                    slice(common[0] - part[0], common[1] - part[0]),
-                    common[0] - slot.start,
-                )
-
-    def cut(self, ranges: Iterable[Range]) -> list[tuple[int, slice]]:
-        """Return the parts of the buffer's ``ranges`` in this shard: (number of span, slice)."""
-        return [
-            (number, slice(common[0] - span[0], common[1] - span[0]))
-            for each in ranges
-            for number, span in enumerate(self.spans)
-            if (common := layout.intersect(each, span)) is not None
-        ]
 
     @property
     def masters(self) -> list[Tensor]:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.distributed import layout
+from megatron.core.distributed.buffers import Member
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer import clip, groups
 from megatron.core.optimizer.adam import Adam
 from megatron.core.optimizer.config import OptimizerConfig
@@ -61,7 +62,8 @@ class StateTensor:
     """One parameter's share of one kind of optimizer state, for checkpoints."""
 
     key: str
-    """``optimizer.KIND.PARAMETER``; KIND is ``master`` or a state of the update rule."""
+    """``optimizer.KIND.PARAMETER``, KIND being ``master`` or a state of the update rule, or
+    ``model.PARAMETER``."""
     sharding: Sharding
     """Record of the parameter."""
     shape: tuple[int, ...]
@@ -94,9 +96,10 @@ class Optimizer:
         self._owned: list[list[tuple[int, slice]]] = []
         self._owned_numel = 0
         for shard in self.shards:
-            ranges = shard.buffer.owned_ranges(mesh)
-            self._owned_numel += sum(stop - start for start, stop in ranges)
-            self._owned.append(shard.cut(layout.bridge_gaps(ranges, shard.buffer.plan)))
+            buffer = shard.buffer
+            ranges = buffer.owned_ranges(mesh)
+            self._owned_numel += sum(part.stop - part.start for _, part in buffer.cut(ranges))
+            self._owned.append(buffer.cut(layout.bridge_gaps(ranges, buffer.plan)))
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
@@ -136,6 +139,7 @@ class Optimizer:
                 how = Step(options[group], self._step, inverse, found)
                 update(self._rule, ranges, how, self.dtypes.computing)
             shard.publish()
+        self.data_parallel.publish_weights()
         return Update(norm, found, num_zeros)
 
     def _apply_scale(self, shard: Shard, scale: Tensor) -> Tensor | None:
@@ -179,14 +183,23 @@ class Optimizer:
             kinds = shard.kinds()
             for number, member in shard.members():
                 for kind, pieces in kinds.items():
-                    yield StateTensor(
-                        key=f"optimizer.{kind}.{member.record.name}",
-                        sharding=member.record,
-                        shape=member.shape,
-                        start=member.start,
-                        stop=member.stop,
-                        tensor=pieces[number][member.place],
-                    )
+                    yield _state(f"optimizer.{kind}", member, pieces[number][member.place])
+
+    @property
+    def copies(self) -> Axis:
+        """Return the ranks that hold the same states."""
+        return self.data_parallel.shares.copies
+
+    def weights(self) -> Iterator[StateTensor] | None:
+        """Return this rank's share of the weights as views, if it holds no more; else None.
+
+        Either way all weights that this rank keeps are there.
+        """
+        replicas = self.data_parallel
+        replicas.settle()
+        if not replicas.shares.weights:
+            return None
+        return (_state("model", member, tensor) for member, tensor in replicas.weights())
 
     def scalars(self) -> dict[str, Any]:
         """Return the state that is no tensor, as a checkpoint stores it."""
@@ -200,15 +213,28 @@ class Optimizer:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds, by category."""
-        buffers = self.data_parallel.buffers
+        buffers, shares = self.data_parallel.buffers, self.data_parallel.shares
+        weights = [b.weight_pieces if shares.weights else [b.data] for b in buffers]
+        gradients = [b.grad_pieces if shares.gradients else [b.grad] for b in buffers]
         return {
-            "weights": sum(buffer.data.nbytes for buffer in buffers),
-            "gradients": sum(buffer.grad.nbytes for buffer in buffers),
+            "weights": sum(piece.nbytes for pieces in weights for piece in pieces),
+            "gradients": sum(piece.nbytes for pieces in gradients for piece in pieces),
             "masters": sum(t.nbytes for shard in self.shards for t in shard.masters),
             "states": sum(
                 t.nbytes for shard in self.shards for kept in shard.states.values() for t in kept
             ),
         }
+
+
+def _state(kind: str, member: Member, tensor: Tensor) -> StateTensor:
+    return StateTensor(
+        key=f"{kind}.{member.record.name}",
+        sharding=member.record,
+        shape=member.shape,
+        start=member.start,
+        stop=member.stop,
+        tensor=tensor,
+    )
 
 
 def build_optimizer(
@@ -229,6 +255,7 @@ def build_optimizer(
         getattr(torch, precision.grad_dtype),
         group_of=groups.grouping(config),
         config=replicas,
+        reduce_dtype=getattr(torch, precision.reduce_dtype),
     )
     dtypes = Dtypes(
         main=getattr(torch, precision.main_dtype),

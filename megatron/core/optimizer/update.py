@@ -3,30 +3,11 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from megatron.core.distributed.buffers import Member
 from megatron.core.optimizer.groups import Settings
-from megatron.core.sharding import Sharding
-
-
-@dataclass(frozen=True)
-class Member:
-    """The part of one parameter that lies in one range."""
-
-    record: Sharding
-    shape: tuple[int, ...]
-    """Of the whole local parameter."""
-    range: int
-    """Number of the range."""
-    place: slice
-    """Elements of the range."""
-    start: int
-    """Offset in the flattened local parameter of the first of them."""
-
-    @property
-    def stop(self) -> int:
-        """Return the offset after the last of them."""
-        return self.start + (int(self.place.stop) - int(self.place.start))
 
 
 @dataclass(frozen=True)
@@ -57,6 +38,18 @@ class Step:
     """Divisor of the gradient, fp32; None leaves it."""
     found_nonfinite: Tensor
     """fp32; 1 leaves everything as it is."""
+
+
+def unscale(grad: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Return a gradient divided by its scale, and 1 if the step is taken, 0 if it is refused.
+
+    Both have the gradient's dtype; a refused gradient counts as zero, so that rules without a fused
+    kernel may multiply by the second number instead of asking the device.
+    """
+    keep = (1 - step.found_nonfinite).to(grad.dtype)
+    if step.inverse_scale is not None:
+        grad = grad / step.inverse_scale
+    return torch.where(keep > 0, grad, 0.0), keep
 
 
 class UpdateRule(Protocol):

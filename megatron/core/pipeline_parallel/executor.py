@@ -27,7 +27,8 @@ from megatron.core.pipeline_parallel.p2p import Mailbox, Shape
 from megatron.core.pipeline_parallel.schedules import Action, Schedule
 
 ForwardStep = Callable[[int, int, Tensor | None], Tensor]
-ChunkCallback = Callable[[int], None]
+GradientCallback = Callable[[int, str, bool], None]
+"""(chunk, kind of the action, whether it is the last that adds to the chunk's weight gradients)."""
 Task = Callable[[], Any]
 Postponing = Callable[[], AbstractContextManager[list[Task]]]
 Around = Callable[[Action], AbstractContextManager[None]]
@@ -71,8 +72,8 @@ class PipelineExecutor:
         forward_step: ForwardStep,
         shapes: Sequence[Shape],
         *,
-        before_last_backward: ChunkCallback | None = None,
-        after_last_backward: ChunkCallback | None = None,
+        before_gradients: GradientCallback | None = None,
+        after_gradients: GradientCallback | None = None,
     ) -> None:
         """Do one iteration: gradients are added up in the parameters, none is set to zero first.
 
@@ -81,21 +82,23 @@ class PipelineExecutor:
             forward_step: see the top of this file; called without gradients if the schedule has no
                 backward.
             shapes: of each microbatch's activation between stages.
-            before_last_backward: called with a chunk before the last action that adds to its
-                weights' gradients.
-            after_last_backward: the same, after it.
+            before_gradients: called before every action of a backward.
+            after_gradients: the same, after it.
         """
         assert len(shapes) == schedule.num_microbatches, f"{len(shapes)} shapes"
         iteration = _Iteration(self, schedule, forward_step, shapes)
         last = _last_backwards(schedule.actions[self.axis.coordinate])
         with torch.set_grad_enabled(iteration.trains):
             for instruction in self._program(schedule):
-                ends = last.get(instruction) if isinstance(instruction, Action) else None
-                if ends is not None and before_last_backward is not None:
-                    before_last_backward(ends)
+                if not isinstance(instruction, Action) or instruction.kind == "forward":
+                    iteration.do(instruction)
+                    continue
+                told = (instruction.chunk, instruction.kind, instruction in last)
+                if before_gradients is not None:
+                    before_gradients(*told)
                 iteration.do(instruction)
-                if ends is not None and after_last_backward is not None:
-                    after_last_backward(ends)
+                if after_gradients is not None:
+                    after_gradients(*told)
         iteration.assert_finished()
 
     def _program(self, schedule: Schedule) -> Program:
@@ -194,13 +197,13 @@ class _Iteration:
         self.mail.assert_empty()
 
 
-def _last_backwards(actions: Sequence[Action]) -> dict[Action, int]:
-    """Return the last action that adds to a chunk's weight gradients, for each chunk."""
+def _last_backwards(actions: Sequence[Action]) -> set[Action]:
+    """Return the last action that adds to a chunk's weight gradients, of each chunk."""
     last: dict[int, Action] = {}
     for action in actions:
         if action.kind in ("backward", "backward_weight"):
             last[action.chunk] = action
-    return {action: chunk for chunk, action in last.items()}
+    return set(last.values())
 
 
 def _is_needed(output: Tensor, x: Tensor | None) -> bool:

@@ -50,6 +50,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight_vH: Tensor, rows: Tensor) -> Tensor:
+        assert sharding.is_there(weight_vH), "a unit of the model was not called as a module"
         ctx.save_for_backward(rows)
         ctx.weight_vH = weight_vH  # hooks on saved tensors would give back one without a buffer
         return weight_vH[rows]

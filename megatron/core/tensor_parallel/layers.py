@@ -60,6 +60,7 @@ class _Linear(torch.autograd.Function):
         axis: Axis,
         gathers: bool,
     ) -> Tensor:
+        assert sharding.is_there(weight_OI), "a unit of the model was not called as a module"
         ctx.save_for_backward(x_SBI)
         # Not saved as the input is: hooks on saved tensors, such as those of recomputation, give a
         # detached copy back, which has no gradient buffer.
@@ -79,6 +80,7 @@ class _Linear(torch.autograd.Function):
         # Without its history, through which a postponed closure would hold on to the stage's input.
         x_SBI = ctx.saved_tensors[0].detach()
         weight_OI, bias_O = ctx.weight_OI, ctx.bias_O
+        assert sharding.is_there(weight_OI), "the backward came without its unit's weights"
         axis, grad_SBO = ctx.axis, grads[0].contiguous()
         dx_SBI = dw_OI = db_O = pending = None
         whole_SBI, gathering = None if ctx.gathers else x_SBI, None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.dist_checkpointing import plan
 from megatron.core.dist_checkpointing.plan import Item
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Sharding
 
 WEIGHTS, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
@@ -50,6 +50,15 @@ class OptimizerTensor(Protocol):
 class Optimizer(Protocol):
     """What checkpoints need of an optimizer."""
 
+    @property
+    def copies(self) -> Axis:
+        """Ranks that hold the same states."""
+        ...
+
+    def weights(self) -> Iterable[OptimizerTensor] | None:
+        """Return this rank's share of the weights, if it holds no more."""
+        ...
+
     def tensors(self) -> Iterable[OptimizerTensor]: ...
 
     def scalars(self) -> Mapping[str, Any]: ...
@@ -76,38 +85,61 @@ def items(
         states: take the states of the update rule.
     """
     coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()} if saving else None
-    everything = list(_weights(models, coordinates))
+    shared = optimizer.weights() if optimizer is not None else None
+    kept = [_flat(tensor, coordinates, _weight_sources(tensor)) for tensor in shared or ()]
+    weights = list(_whole_weights(models, coordinates, frozen=shared is not None))
     for tensor in optimizer.tensors() if optimizer is not None else ():
         is_master = tensor.key.startswith(MASTERS)
         if is_master or states:
-            weight = WEIGHTS + tensor.sharding.name
-            everything.append(
-                plan.of_flat(
-                    tensor.key,
-                    tensor.sharding,
-                    tensor.shape,
-                    tensor.start,
-                    tensor.tensor,
-                    coordinates=coordinates,
-                    sources=(tensor.key, weight) if is_master else (),
-                )
-            )
-    if saving:
-        return plan.spread(everything, mesh.dp_cp.coordinate, mesh.dp_cp.size)
-    return everything
+            sources = (tensor.key, WEIGHTS + tensor.sharding.name) if is_master else ()
+            kept.append(_flat(tensor, coordinates, sources))
+    if not saving:
+        return [*weights, *kept]
+    # What ranks hold alike they write in turns; what each has a share of is nobody else's.
+    copies = optimizer.copies if optimizer is not None else mesh.dp_cp
+    return [
+        *plan.spread(weights, mesh.dp_cp.coordinate, mesh.dp_cp.size),
+        *plan.spread(kept, copies.coordinate, copies.size),
+    ]
 
 
-def _weights(models: Sequence[nn.Module], coordinates: Mapping[str, int] | None) -> Iterator[Item]:
+def _flat(
+    tensor: OptimizerTensor, coordinates: Mapping[str, int] | None, sources: Sequence[str]
+) -> Item:
+    return plan.of_flat(
+        tensor.key,
+        tensor.sharding,
+        tensor.shape,
+        tensor.start,
+        tensor.tensor,
+        coordinates=coordinates,
+        sources=sources,
+    )
+
+
+def _weight_sources(tensor: OptimizerTensor) -> tuple[str, ...]:
+    return _sources(tensor.sharding.name, tensor.tensor.dtype)
+
+
+def _sources(name: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return what a weight may be filled from: a fine one rather from its master."""
+    fine = dtype in (torch.float32, torch.float64)
+    return (MASTERS + name, WEIGHTS + name) if fine else (WEIGHTS + name,)
+
+
+def _whole_weights(
+    models: Sequence[nn.Module], coordinates: Mapping[str, int] | None, *, frozen: bool
+) -> Iterator[Item]:
+    """Yield weights that this rank holds whole: all, or only those that are not trained."""
     seen: set[int] = set()
     for model in models:
         for parameter in model.parameters():
-            if id(parameter) in seen:
+            if id(parameter) in seen or (frozen and parameter.requires_grad):
                 continue
             seen.add(id(parameter))
             record = sharding.of(parameter)
             key = WEIGHTS + record.name
-            fine = parameter.dtype in (torch.float32, torch.float64)
-            sources = (MASTERS + record.name, key) if fine else (key,)
+            sources = _sources(record.name, parameter.dtype)
             yield plan.of_tensor(key, record, parameter, coordinates=coordinates, sources=sources)
 
 

@@ -10,17 +10,20 @@ a step as large as any other: a run that is compared needs SGD, or an epsilon fa
 such as `small_run.ADAM_EPS`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from megatron.core import comm, sharding
 from megatron.core.datasets.gpt import SampleOptions, make_sample
+from megatron.core.dist_checkpointing.plan import of_flat
+from megatron.core.distributed.buffers import Member
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.schedule import Progress
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -33,7 +36,14 @@ from megatron.training.pretrain import Program
 from megatron.training.processes import setup
 from megatron.training.step import Plan, TrainStep
 from megatron.training.timers import Timers
-from megatron.training.verification.outcomes import Outcome, Piece, Share, Traffic, join
+from megatron.training.verification.outcomes import (
+    Array,
+    Outcome,
+    Piece,
+    Share,
+    Traffic,
+    join,
+)
 from megatron.training.verification.worker_pool import Pool
 
 
@@ -101,7 +111,7 @@ def train(case: Case, mesh: Mesh) -> Share:
     def seen() -> tuple[bool, bool, bool]:
         # Asked when all sums are done and before the optimizer, which scales the gradients.
         if not losses:
-            gradients.extend(_pieces(chunks, "grad"))
+            gradients.extend(_pieces(optimizer.data_parallel.gradients()))
         return False, False, False
 
     for iteration in range(1, config.total_iterations + 1):
@@ -124,9 +134,9 @@ def train(case: Case, mesh: Mesh) -> Share:
     return Share(
         losses=losses,
         norms=norms,
-        shapes={record.name: record.shape for record in map(sharding.of, _parameters(chunks))},
+        shapes={p.name: p.shape for p in map(sharding.of, optimizer.data_parallel.parameters)},
         gradients=gradients,
-        weights=_pieces(chunks, "data"),
+        weights=_weights(optimizer.data_parallel),
         traffic=traffic,
     )
 
@@ -166,18 +176,25 @@ def _batches(config: RunConfig, mesh: Mesh, samples: Samples) -> Batches | NoBat
     return Batches(samples, numbers, mesh.device, num_workers=0, without=without)
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of all chunks, each once."""
-    return list({id(p): p for chunk in chunks for p in chunk.parameters()}.values())
-
-
-def _pieces(chunks: Sequence[nn.Module], attribute: str) -> list[Piece]:
-    """Return copies, in float64, of what this rank holds of each ``grad`` or ``data``."""
+def _pieces(parts: Iterable[tuple[Member, Tensor]]) -> list[Piece]:
+    """Return copies, in float64, of flat parts of parameters, as boxes of logical tensors."""
     pieces = []
-    for parameter in _parameters(chunks):
-        record, local = sharding.of(parameter), getattr(parameter, attribute)
-        for region in record.regions:
-            box = local[sharding.box_slices(region.local)].detach()
-            values = box.to("cpu", torch.float64, copy=True).numpy()
-            pieces.append(Piece(record.name, region.logical, values))
+    for member, flat in parts:
+        record = member.record
+        item = of_flat(record.name, record, member.shape, member.start, flat)
+        pieces += [Piece(record.name, piece.box, _copy(piece.tensor)) for piece in item.pieces]
     return pieces
+
+
+def _weights(replicas: DataParallel) -> list[Piece]:
+    """Return copies, in float64, of all weights that this rank computes with."""
+    return [
+        Piece(record.name, region.logical, _copy(p[sharding.box_slices(region.local)]))
+        for p in replicas.whole_parameters()
+        for record in [sharding.of(p)]
+        for region in record.regions
+    ]
+
+
+def _copy(values: Tensor) -> Array:
+    return values.detach().to("cpu", torch.float64, copy=True).numpy()

@@ -1,0 +1,74 @@
+"""The units of a model: modules whose weights are needed at the same time.
+
+A layer of a stack is a unit, and so is each other child of the model (`layout.unit_of`). Hooks tell
+when a unit is about to compute and when it has done so, in forward and in backward, whoever calls
+it. A unit computes where it is *called*: what uses a unit's weights by another method is not seen.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.layout import unit_of
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module and the parameters that it uses; those of units inside it are theirs."""
+
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+
+
+def find_units(chunks: Iterable[nn.Module]) -> list[Unit]:
+    """Return the units of a model's chunks in their order; one that chunks share is named once."""
+    found: dict[int, tuple[nn.Module, dict[int, nn.Parameter]]] = {}
+    for chunk in chunks:
+        modules = dict(chunk.named_modules(remove_duplicate=False))
+        for path, parameter in chunk.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                module = modules[unit_of(path)]
+                _, parameters = found.setdefault(id(module), (module, {}))
+                parameters[id(parameter)] = parameter
+    return [Unit(module, tuple(parameters.values())) for module, parameters in found.values()]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is called around a unit's work, with its number."""
+
+    before_forward: Callable[[int], None]
+    after_forward: Callable[[int], None] = lambda number: None
+    before_backward: Callable[[int], None] | None = None
+    """Before the first of the backward of one of its calls."""
+
+
+def watch(units: Sequence[Unit], told: Watch) -> None:
+    """Have ``told`` called whenever a unit computes."""
+    for number, unit in enumerate(units):
+        unit.module.register_forward_pre_hook(_before(number, told))
+        unit.module.register_forward_hook(_after(number, told))
+
+
+def _before(number: int, told: Watch) -> Callable[[nn.Module, Any], None]:
+    return lambda module, inputs: told.before_forward(number)
+
+
+def _after(number: int, told: Watch) -> Callable[[nn.Module, Any, Any], None]:
+    before_backward = told.before_backward
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        if before_backward is not None and torch.is_grad_enabled():
+            for tensor in [output] if isinstance(output, Tensor) else output:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(_announced(number, before_backward))
+        told.after_forward(number)
+
+    return after
+
+
+def _announced(number: int, before_backward: Callable[[int], None]) -> Callable[[Tensor], None]:
+    return lambda grad: before_backward(number)
