@@ -2,13 +2,14 @@
 
 `ParallelConfig` holds the sizes that a user chooses, `Grid` arranges ranks by named axes. A dense
 grid serves attention and MLP, a second one over the same ranks serves experts; both must agree
-about pipeline neighbours. Axes are ordered as in Megatron, fastest-varying first.
+about pipeline neighbours. Axes are ordered as in Megatron, fastest-varying first. `divisions` lists
+every axis that anything is communicated over: what a dry run prices and what `mesh` binds.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
@@ -174,3 +175,117 @@ class ParallelConfig(Config):
                 "the pipelines would differ; leave out --use-tp-pp-dp-mapping"
             )
         return grids
+
+
+Groups = Iterable[Sequence[int]]
+
+
+def whole(groups: Groups) -> Iterator[Sequence[int]]:
+    """Return the groups as they are."""
+    yield from groups
+
+
+class Division(NamedTuple):
+    """How one axis parts the world into groups."""
+
+    grid: Grid
+    along: tuple[str, ...]
+    """Axes of the grid whose ranks one group joins, before it is parted."""
+    part: Callable[[Groups], Iterator[Sequence[int]]] = whole
+    """What is made of those groups; the first it makes of one is the largest."""
+
+    @property
+    def size(self) -> int:
+        """Return the ranks of the largest group, without listing a large world."""
+        ways = math.prod(self.grid.sizes.get(axis, 1) for axis in self.along)
+        return len(next(self.part([range(ways)])))
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return every group: a partition of the world, each in coordinate order."""
+        return [tuple(ranks) for ranks in self.part(self.grid.groups(*self.along))]
+
+
+def divisions(
+    config: ParallelConfig,
+    world_size: int,
+    *,
+    num_query_groups: int | None = None,
+    cp_inner_size: int = 1,
+    optimizer_instances: int = 1,
+) -> dict[str, Division]:
+    """Return how each axis of `mesh.Mesh` but ``world`` parts the ranks, in one fixed order.
+
+    There is a ``dp_inner`` only where there are several instances of the optimizer: else
+    what it would be is ``dp_cp``.
+
+    Args:
+        config: the layout.
+        world_size: number of ranks.
+        num_query_groups: of the model; None for as many as heads.
+        cp_inner_size: neighbours along ``cp`` that an all-to-all joins, in a two-level scheme.
+        optimizer_instances: runs of neighbours along ``dp_cp`` that each hold a whole set of what
+            replicas share out; a divisor of its size.
+
+    Raises:
+        UserError: the layout does not fit the world (`ParallelConfig.grids`).
+    """
+    dense, expert = config.grids(world_size)
+    cp = config.context_parallel_size
+    sharers = key_value_sharers(config.tensor_model_parallel_size, num_query_groups)
+    ring = cp_inner_size if cp_inner_size > 1 else cp
+    replicas = dense.sizes["dp"] * cp
+    assert replicas % optimizer_instances == 0, (replicas, optimizer_instances)
+    share = replicas // optimizer_instances
+    inner = {"dp_inner": Division(dense, ("dp", "cp"), lambda groups: near(groups, share))}
+    return {
+        "tp": Division(dense, ("tp",)),
+        "kv_replica": Division(dense, ("tp",), lambda groups: near(groups, sharers)),
+        "cp": Division(dense, ("cp",)),
+        "cp_inner": Division(dense, ("cp",), lambda groups: near(groups, cp_inner_size)),
+        "cp_outer": Division(dense, ("cp",), lambda groups: far(groups, ring)),
+        "dp": Division(dense, ("dp",)),
+        "dp_cp": Division(dense, ("dp", "cp")),
+        **(inner if optimizer_instances > 1 else {}),
+        "dp_outer": Division(dense, ("dp", "cp"), lambda groups: far(groups, share)),
+        "pp": Division(dense, ("pp",)),
+        "ends": Division(dense, ("pp",), ends),
+        "etp": Division(expert, ("etp",)),
+        "ep": Division(expert, ("ep",)),
+        "edp": Division(expert, ("edp_inner", "edp")),
+    }
+
+
+def key_value_sharers(tp: int, num_query_groups: int | None) -> int:
+    """Return how many neighbours along ``tp`` hold the same key and value heads."""
+    return tp // min(tp, num_query_groups or tp)
+
+
+def near(groups: Groups, size: int) -> Iterator[Sequence[int]]:
+    """Return runs of ``size`` neighbours of each group.
+
+    >>> list(near([(0, 1, 2, 3)], 2))
+    [(0, 1), (2, 3)]
+    """
+    for ranks in groups:
+        yield from (ranks[i : i + size] for i in range(0, len(ranks), size))
+
+
+def far(groups: Groups, size: int) -> Iterator[Sequence[int]]:
+    """Return the ranks of each group that stand ``size`` coordinates apart.
+
+    >>> list(far([(0, 1, 2, 3)], 2))
+    [(0, 2), (1, 3)]
+    """
+    for ranks in groups:
+        yield from (ranks[i::size] for i in range(size))
+
+
+def ends(groups: Groups) -> Iterator[Sequence[int]]:
+    """Return the first and last rank of each group, and each of the others alone.
+
+    >>> list(ends([(0, 1, 2)]))
+    [(0, 2), (1,)]
+    """
+    for ranks in groups:
+        yield (ranks[0], ranks[-1]) if len(ranks) > 1 else ranks
+        yield from zip(ranks[1:-1])

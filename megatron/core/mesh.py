@@ -14,20 +14,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron.core.grid import ParallelConfig
+from megatron.core.grid import ParallelConfig, divisions
 
-# The axes of each grid, and the joint ones that some sum runs over.
-DENSE_AXES = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "dp_cp": ("dp", "cp"),
-}
-EXPERT_AXES = {"etp": ("etp",), "ep": ("ep",), "edp": ("edp_inner", "edp")}
-# Parts of an axis: neighbouring coordinates (near) or one run of neighbours apart (far).
-PART_AXES = ("kv_replica", "cp_inner", "cp_outer", "ends")
-
+TURNS = (
+    ("tp", "etp", "kv_replica"),
+    ("cp", "cp_inner", "cp_outer"),
+    ("dp", "dp_cp", "edp", "dp_inner", "dp_outer"),
+    ("pp", "ends"),
+)
+"""Axes that take turns: where the ranks of two in a line are the same, one process group serves
+both. What is started on a group runs in that order, so work that shall run beside other work needs
+a group of its own, whoever the ranks are: the sums of gradients beside a ring of attention, say."""
 
 Overlap = Literal["ring", "symmetric"]
 
@@ -41,11 +38,11 @@ class GroupOptions:
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By axis, fields of NCCL's configuration and ``is_high_priority_stream``; for NCCL alone."""
 
-    def arguments(self, axis: str) -> dict[str, Any]:
-        """Return what `dist.new_group` takes for the groups of an axis."""
+    def arguments(self, *axes: str) -> dict[str, Any]:
+        """Return what `dist.new_group` takes for the groups of axes with equal settings."""
         # Without a limit of its own a group gets torch's default, not that of the world.
-        given: dict[str, Any] = {"timeout": self.timeout, "group_desc": axis}
-        settings = self.nccl.get(axis)
+        given: dict[str, Any] = {"timeout": self.timeout, "group_desc": "+".join(axes)}
+        settings = self.nccl.get(axes[0])
         if settings:
             given["pg_options"] = _nccl_options(settings, self.timeout)
         return given
@@ -108,6 +105,11 @@ class Mesh:
     """Neighbours along ``cp`` that trade heads for positions in a two-level scheme."""
     cp_outer: Axis
     """Ranks along ``cp`` between which keys travel in a two-level scheme."""
+    dp_inner: Axis
+    """Neighbours along ``dp_cp`` that share out a whole set of what replicas hold; with one
+    instance of the optimizer ``dp_cp`` itself, which is counted under that name."""
+    dp_outer: Axis
+    """Ranks along ``dp_cp`` that hold the same share, one of each instance of the optimizer."""
     ends: Axis
     """The first and the last rank along ``pp``, which both hold a tied embedding; the ranks between
     them are alone."""
@@ -116,14 +118,16 @@ class Mesh:
 
     def __init__(self, axes: dict[str, Axis], rank: int, device: torch.device) -> None:
         self.axes = axes
+        """Each once: without ``dp_inner`` where that is ``dp_cp``."""
         self.rank = rank
         self.device = device
-        for name, axis in axes.items():
+        self._named = {"dp_inner": axes["dp_cp"], **axes}
+        for name, axis in self._named.items():
             setattr(self, name, axis)
 
     def __getitem__(self, name: str) -> Axis:
         """Return the axis called ``name``."""
-        return self.axes[name]
+        return self._named[name]
 
     @property
     def alone(self) -> Axis:
@@ -146,7 +150,7 @@ class Mesh:
     @classmethod
     def serial(cls, device: str | torch.device = "cpu") -> "Mesh":
         """Return the mesh of one process: every axis has size 1 and no group."""
-        names = [*DENSE_AXES, *EXPERT_AXES, *PART_AXES, "world"]
+        names = [*divisions(ParallelConfig.resolve(), 1), "world"]
         return cls({name: Axis(name, (0,), 0, None) for name in names}, 0, torch.device(device))
 
     @classmethod
@@ -157,6 +161,7 @@ class Mesh:
         *,
         num_query_groups: int | None = None,
         cp_inner_size: int = 1,
+        optimizer_instances: int = 1,
         options: GroupOptions = GroupOptions(),
     ) -> "Mesh":
         """Make every process group of this run; a collective of the whole world.
@@ -170,27 +175,22 @@ class Mesh:
             device: of this rank.
             num_query_groups: of the model: fewer than tensor-parallel ranks are shared by some.
             cp_inner_size: neighbours along ``cp`` that an all-to-all joins, in a two-level scheme.
+            optimizer_instances: whole sets of what replicas share out.
             options: time limits and NCCL's settings.
         """
         if not dist.is_initialized():
             config.grids(1)  # refuses a layout of several ranks
             return cls.serial(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        dense, expert = config.grids(world_size)
-        axes = {}
-        for grid, joint in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
-            for name, members in joint.items():
-                axes[name] = bind(name, grid.groups(*members), rank, options)
-        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-        sharers = tp // min(tp, num_query_groups or tp)
-        for name, groups in (
-            ("kv_replica", near(dense.groups("tp"), sharers)),
-            ("cp_inner", near(dense.groups("cp"), cp_inner_size)),
-            ("cp_outer", far(dense.groups("cp"), cp_inner_size if cp_inner_size > 1 else cp)),
-            ("ends", ends(dense.groups("pp"))),
-        ):
-            axes[name] = bind(name, groups, rank, options)
-        if config.tp_comm_overlap and config.sequence_parallel and tp > 1:
+        parted = divisions(
+            config,
+            world_size,
+            num_query_groups=num_query_groups,
+            cp_inner_size=cp_inner_size,
+            optimizer_instances=optimizer_instances,
+        )
+        axes = bind({name: axis.groups() for name, axis in parted.items()}, rank, options)
+        if config.tp_comm_overlap and config.sequence_parallel and axes["tp"].size > 1:
             axes["tp"] = replace(axes["tp"], overlap=choose_overlap(axes["tp"], device))
         _connect(axes["pp"], device)
         everyone = tuple(range(world_size))
@@ -200,31 +200,55 @@ class Mesh:
 
 
 def bind(
-    name: str,
-    groups: Sequence[tuple[int, ...]],
+    parted: Mapping[str, Sequence[tuple[int, ...]]],
     rank: int,
     options: GroupOptions = GroupOptions(),
-) -> Axis:
-    """Make the process groups of one axis, and return it as ``rank`` sees it.
+) -> dict[str, Axis]:
+    """Make the process groups of all axes, and return the axes as ``rank`` sees them.
 
     A collective of the whole world: every rank must bind the same axes in the same order, each with
-    all of its groups in one order, whether it is in them or not.
+    all of its groups in one order, whether it is in them or not. Axes that take turns (`TURNS`)
+    share process groups where ranks and options are equal.
 
     Args:
-        name: of the axis.
-        groups: the global ranks of each group, in coordinate order; they part the world. Groups
-            of one rank need no process group.
+        parted: of each axis the global ranks of each group, in coordinate order; they part the
+            world. Groups of one rank need no process group.
         rank: this process's.
         options: what the groups are made with.
     """
-    mine = next(ranks for ranks in groups if rank in ranks)
-    group = None
-    for ranks in groups:
-        if len(ranks) > 1:
-            made = dist.new_group(list(ranks), **options.arguments(name))
-            if ranks == mine:
-                group = made
-    return Axis(name, mine, mine.index(rank), group)
+    sharing: list[list[str]] = []
+    for name in parted:
+        for others in sharing:
+            if _takes_turns(name, others[0], parted, options):
+                others.append(name)
+                break
+        else:
+            sharing.append([name])
+    axes: dict[str, Axis] = {}
+    for names in sharing:
+        groups = parted[names[0]]
+        mine = next(ranks for ranks in groups if rank in ranks)
+        group = None
+        for ranks in groups:
+            if len(ranks) > 1:
+                made = dist.new_group(list(ranks), **options.arguments(*names))
+                if ranks == mine:
+                    group = made
+        axes |= {name: Axis(name, mine, mine.index(rank), group) for name in names}
+    return {name: axes[name] for name in parted}
+
+
+def _takes_turns(
+    name: str,
+    other: str,
+    parted: Mapping[str, Sequence[tuple[int, ...]]],
+    options: GroupOptions,
+) -> bool:
+    return (
+        any({name, other} <= set(line) for line in TURNS)
+        and sorted(parted[name]) == sorted(parted[other])
+        and options.nccl.get(name, {}) == options.nccl.get(other, {})
+    )
 
 
 def choose_overlap(axis: Axis, device: torch.device) -> Overlap:
@@ -260,34 +284,3 @@ def _connect(axis: Axis, device: torch.device) -> None:
     """
     if device.type == "cuda" and axis.group is not None and dist.get_backend(axis.group) == "nccl":
         dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
-
-
-def near(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Return runs of ``size`` neighbours of each group.
-
-    >>> near([(0, 1, 2, 3)], 2)
-    [(0, 1), (2, 3)]
-    """
-    return [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
-
-
-def far(groups: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Return the ranks of each group that stand ``size`` coordinates apart.
-
-    >>> far([(0, 1, 2, 3)], 2)
-    [(0, 2), (1, 3)]
-    """
-    return [ranks[i::size] for ranks in groups for i in range(size)]
-
-
-def ends(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the first and last rank of each group, and each of the others alone.
-
-    >>> ends([(0, 1, 2)])
-    [(0, 2), (1,)]
-    """
-    return [
-        part
-        for ranks in groups
-        for part in [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks, *zip(ranks[1:-1])]
-    ]

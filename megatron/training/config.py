@@ -14,7 +14,7 @@ from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.datasets.config import DataConfig
 from megatron.core.dist_checkpointing.strictness import Strictness
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.grid import ParallelConfig
+from megatron.core.grid import ParallelConfig, divisions
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule, build_schedule
 from megatron.core.pipeline_parallel.config import PipelineConfig
@@ -398,6 +398,22 @@ class RunConfig(Config):
     def data_parallel_size(self) -> int:
         """Return the number of replicas."""
         return self.parallel.data_parallel_size(self.process.world_size)
+
+    @property
+    def parted_axes(self) -> dict[str, int]:
+        """Return what parts the axes of the mesh further: `Mesh.create`'s keywords."""
+        return {
+            "num_query_groups": self.model.attention.num_query_groups,
+            "cp_inner_size": self.context.inner_size(self.parallel.context_parallel_size),
+            "optimizer_instances": self.replicas.num_distributed_optimizer_instances,
+        }
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Return the ranks of every axis by its name, as `Mesh` has them; of ``ends`` its ends'."""
+        world = self.process.world_size
+        parted = divisions(self.parallel, world, **self.parted_axes)
+        return {name: axis.size for name, axis in parted.items()} | {"world": world}
 
     @property
     def placement(self) -> Placement:

@@ -181,27 +181,5 @@ def test_an_iteration_moves_what_the_closed_form_says(pool: Pool, world: int, wo
         )
 
 
-@pytest.mark.parametrize(
-    ("world", "words"),
-    [
-        (4, f"{TP} 4 {LLAMA}"),
-        (8, f"{PP} 4"),
-        (8, f"{CP} 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4"),
-    ],
-)
-def test_axes_have_the_meshs_sizes(pool: Pool, world: int, words: str) -> None:
-    sizes = traffic.axis_sizes(config_of(world, words))
-    for found in pool.run(world, axes, world, words, timeout=180):
-        ends = found.pop("ends")
-        assert ends in (1, sizes["ends"])
-        assert {**found, "ends": sizes["ends"]} == sizes
-
-
-def axes(rank: int, world: int, words: str) -> dict[str, int]:
-    mesh = connected_mesh(config_of(world, words), torch.device("cpu"))
-    left_out = ("dp", "ep", "etp", "edp")
-    return {name: axis.size for name, axis in mesh.axes.items() if name not in left_out}
-
-
 def test_totals_are_as_many_as_the_objective_sums() -> None:
     assert [*Totals._fields][traffic.TOTALS :] == ["auxiliary"]

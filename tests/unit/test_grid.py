@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.core.grid import Grid, ParallelConfig
+from megatron.core.grid import Grid, ParallelConfig, divisions
 from megatron.core.utils import UserError
 
 
@@ -101,3 +101,48 @@ def test_experts_may_have_replicas_before_the_stages(tp: int, cp: int, dp: int, 
     for group in replicas:
         assert len({rank % etp for rank in group}) == 1
         assert len({dense.coordinates(rank)["pp"] for rank in group}) == 1
+
+
+def test_parts_of_axes_are_neighbours_and_ranks_apart() -> None:
+    config = ParallelConfig.resolve(tensor_model_parallel_size=2, context_parallel_size=4)
+    parted = divisions(config, 16, num_query_groups=1, cp_inner_size=2, optimizer_instances=2)
+    assert parted["kv_replica"].groups() == parted["tp"].groups()
+    assert parted["cp"].groups()[0] == (0, 2, 4, 6)
+    assert parted["cp_inner"].groups()[:2] == [(0, 2), (4, 6)]
+    assert parted["cp_outer"].groups()[:2] == [(0, 4), (2, 6)]
+    # Neighbours share out a whole set, of which each instance of the optimizer has one.
+    assert parted["dp_cp"].groups() == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
+    assert parted["dp_inner"].groups() == [
+        (0, 2, 4, 6),
+        (8, 10, 12, 14),
+        (1, 3, 5, 7),
+        (9, 11, 13, 15),
+    ]
+    assert parted["dp_outer"].groups()[:2] == [(0, 8), (2, 10)]
+    alone = divisions(config, 16)
+    assert "dp_inner" not in alone
+    assert {alone[name].size for name in ("dp_outer", "cp_inner", "cp_outer", "kv_replica")} == {1}
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_sizes_are_those_of_the_listed_groups(pp: int, mapping: bool) -> None:
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=4,
+        context_parallel_size=2,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=2,
+        use_tp_pp_dp_mapping=mapping,
+    )
+    world = 16 * pp
+    parted = divisions(config, world, num_query_groups=2, cp_inner_size=2, optimizer_instances=4)
+    for name, axis in parted.items():
+        groups = axis.groups()
+        assert sorted(itertools.chain(*groups)) == list(range(world)), name
+        assert max(map(len, groups)) == axis.size, name
+        assert name == "ends" or {len(group) for group in groups} == {axis.size}, name
+
+
+def test_sizes_of_a_large_world_are_had_without_its_ranks() -> None:
+    parted = divisions(ParallelConfig.resolve(), 10**12, optimizer_instances=10)
+    assert (parted["dp_inner"].size, parted["dp_outer"].size) == (10**11, 10)

@@ -155,13 +155,13 @@ def test_each_group_gets_its_settings_and_the_time_limit(
             assert found._timeout == limit
             shown = (found.is_high_priority_stream, *sorted(vars(found.config).items()))
         by_axis.setdefault(given["group_desc"], set()).add(shown)
+    # Of axes with the same ranks, those with the same settings share a group.
     assert by_axis == {
         "tp": {(True,)},
-        "dp": {()},
+        "dp+edp": {()},
         "pp": {(False, ("net_name", "IB"))},
         "dp_cp": {(False, ("cga_cluster_size", 2), ("max_ctas", 16))},
         "etp": {()},
-        "edp": {()},
         "ends": {()},
     }
 
@@ -178,7 +178,7 @@ def test_on_the_cpu_groups_get_the_time_limit_alone(
 
 
 def test_without_options_torch_chooses() -> None:
-    assert GroupOptions().arguments("tp") == {"timeout": None, "group_desc": "tp"}
+    assert GroupOptions().arguments("tp", "etp") == {"timeout": None, "group_desc": "tp+etp"}
 
 
 def test_the_flight_recorder_is_set_up_where_the_environment_says_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a user chooses about context parallelism; plain Python."""
 
 from megatron.core.config import Config, option
-from megatron.core.context_parallel.checks import KINDS, layer_kinds
+from megatron.core.context_parallel.checks import KINDS, check_sizes, layer_kinds
 from megatron.core.utils import UserError
 
 
@@ -23,6 +23,16 @@ class ContextParallelConfig(Config):
                 f"--cp-comm-type {' '.join(unknown) or 'without a value'}: choose from "
                 f"{', '.join(KINDS)}"
             )
+
+    def inner_size(self, cp: int) -> int:
+        """Return how many of ``cp`` ranks an all-to-all joins in a two-level scheme, or 1.
+
+        Raises:
+            UserError: the sizes of the two levels do not make ``cp``.
+        """
+        if cp == 1 or "a2a+p2p" not in self.cp_comm_type:
+            return 1
+        return check_sizes(self.hierarchical_context_parallel_sizes, cp)[0]
 
     def kinds(self, num_layers: int) -> tuple[str, ...]:
         """Return the kind of each layer.

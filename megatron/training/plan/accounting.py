@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
+from megatron.core.grid import key_value_sharers
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
@@ -134,9 +135,9 @@ def _attention(
     attention, hidden, kind = model.attention, model.hidden_size, "attention"
     heads, size = attention.num_attention_heads // tp, attention.kv_channels
     # With fewer groups than ranks, a group is repeated on each rank that needs it.
-    groups = max(1, attention.num_query_groups // tp)
-    rows = (heads + 2 * groups) * size
-    shared = ("kv_replica",) if attention.num_query_groups < tp else ()
+    sharers = key_value_sharers(tp, attention.num_query_groups)
+    rows = (heads + 2 * attention.num_query_groups * sharers // tp) * size
+    shared = ("kv_replica",) if sharers > 1 else ()
     if attention.softmax_type == "learnable":
         yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
     yield ParameterShape(f"{name}.linear_qkv.weight", (rows, hidden), kind, shared)

@@ -92,38 +92,13 @@ def _layout(config: RunConfig) -> Iterator[str]:
     yield f"processes {world} = {factors}"
     if world > 1:
         yield f"ranks count up along {', then '.join(names[axis] for axis in sizes)}"
-        groups = [f"{name} {size}" for name, size in group_sizes(config).items() if size > 1]
+        groups = [f"{name} {size}" for name, size in config.axis_sizes.items() if size > 1]
         yield f"ranks of a process group: {', '.join(groups)}"
     counts = [len(stage.layers) for stage in config.stages]
     each = " ".join(map(str, counts))
     if len(counts) > MOST_STAGES and len(set(counts)) == 1:
         each = f"{counts[0]} in each of {len(counts)}"
     yield f"layers per stage: {each} = {sum(counts)}"
-
-
-def group_sizes(config: RunConfig) -> dict[str, int]:
-    """Return the ranks of a process group of each kind, by the name of its axis (`mesh.Mesh`)."""
-    world, context = config.process.world_size, config.context
-    dense, expert = (grid.sizes for grid in config.parallel.grids(world))
-    tp, cp, dp, pp = (dense[axis] for axis in ("tp", "cp", "dp", "pp"))
-    inner = 1
-    if cp > 1 and "a2a+p2p" in context.cp_comm_type:
-        inner = (context.hierarchical_context_parallel_sizes or (1,))[0]
-    return {
-        "tp": tp,
-        "kv_replica": tp // min(tp, config.model.attention.num_query_groups),
-        "cp": cp,
-        "cp_inner": inner,
-        "cp_outer": cp // inner if inner > 1 else 1,
-        "dp": dp,
-        "dp_cp": dp * cp,
-        "pp": pp,
-        "ends": min(pp, 2),
-        "etp": expert["etp"],
-        "ep": expert["ep"],
-        "edp": world // (expert["etp"] * expert["ep"] * pp),
-        "world": world,
-    }
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:

@@ -11,7 +11,6 @@ backwards is in `traffic_passes`.
 
 from collections.abc import Mapping
 
-from megatron.core.context_parallel.checks import check_sizes
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.utils import divide, human_bytes
 from megatron.training.config import RunConfig
@@ -96,7 +95,7 @@ def expected(
         num_microbatches: of a replica.
         coordinates: of the rank, by axis; only ``pp`` makes a difference.
     """
-    book = Book(axis_sizes(config))
+    book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=True)
     _sums(book, config, padded_rows, coordinates["pp"])
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
@@ -110,30 +109,10 @@ def expected_evaluation(
     config: RunConfig, padded_rows: int, num_microbatches: int, coordinates: Mapping[str, int]
 ) -> Costs:
     """Return what a rank moves in one evaluation: the forward parts of `expected`, and totals."""
-    book = Book(axis_sizes(config))
+    book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     return book.costs
-
-
-def axis_sizes(config: RunConfig) -> dict[str, int]:
-    """Return the ranks along every axis that a dense model communicates over, as `Mesh` has it."""
-    parallel, context = config.parallel, config.context
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    inner = 1
-    if cp > 1 and "a2a+p2p" in context.cp_comm_type:
-        inner, _ = check_sizes(context.hierarchical_context_parallel_sizes, cp)
-    return {
-        "tp": tp,
-        "cp": cp,
-        "pp": parallel.pipeline_model_parallel_size,
-        "dp_cp": config.data_parallel_size * cp,
-        "kv_replica": tp // min(tp, config.model.attention.num_query_groups),
-        "cp_inner": inner,
-        "cp_outer": cp // inner if inner > 1 else 1,
-        "ends": min(2, parallel.pipeline_model_parallel_size),
-        "world": config.process.world_size,
-    }
 
 
 def _sums(book: Book, config: RunConfig, padded_rows: int, pp_rank: int) -> None:
@@ -171,7 +150,7 @@ def wire_bytes(op: str, payload: float, ranks: int) -> float:
 
 def lines(config: RunConfig, padded_rows: int) -> list[str]:
     """Return what an iteration moves on the pipeline rank that moves most, one line per axis."""
-    sizes = axis_sizes(config)
+    sizes = config.axis_sizes
     count = config.batch_sizes.final // config.samples_per_pass
     ranks = [expected(config, padded_rows, count, {"pp": rank}) for rank in range(sizes["pp"])]
 

@@ -67,14 +67,10 @@ def create_mesh(
 
 def connected_mesh(config: RunConfig, device: torch.device) -> Mesh:
     """Return the mesh of a run whose processes are connected; a collective of the world."""
-    context, inner = config.context, 1
-    if config.parallel.context_parallel_size > 1 and "a2a+p2p" in context.cp_comm_type:
-        inner = (context.hierarchical_context_parallel_sizes or (1,))[0]
     return Mesh.create(
         config.parallel,
         device,
-        num_query_groups=config.model.attention.num_query_groups,
-        cp_inner_size=inner,
+        **config.parted_axes,
         options=group_options(config.process, dist.get_backend()),
     )
 
