@@ -22,7 +22,9 @@ ALLOWED = {
     "rng": "sharding",
     "comm": "mesh",
     "call_order": "comm",
-    "recompute": "config rng mesh comm",
+    "saved_tensors": "",
+    "recompute": "mesh comm saved_tensors",
+    "offload": "saved_tensors",
     "precision": "utils config",
     "tensor_parallel": "utils kernels mesh comm sharding",
     "context_parallel": "utils config kernels mesh comm rng",
@@ -30,7 +32,7 @@ ALLOWED = {
     "dist_checkpointing": "utils mesh comm sharding",
     "distributed": "utils config mesh comm sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
-    "transformer": "utils config kernels mesh rng sharding recompute tensor_parallel "
+    "transformer": "utils config kernels mesh rng sharding recompute offload tensor_parallel "
     "context_parallel",
     "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
     "transformer pipeline_parallel",

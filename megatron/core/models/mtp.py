@@ -23,6 +23,7 @@ Shapes: B batch, S positions, K depths, H hidden.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,7 @@ class MultiTokenPrediction(nn.Module):
         self.layers = nn.ModuleDict(
             {str(depth): MTPLayer(depth, around) for depth in range(depths)}
         )
+        self.run = around.saving.ahead()
 
     def forward(
         self, x_SBH: Tensor, tokens_BSK: Tensor, embedding: LanguageEmbedding, context: Context
@@ -130,7 +132,8 @@ class MultiTokenPrediction(nn.Module):
         for depth, layer in enumerate(self.layers.values()):
             key = _key(context.dropout, depth)
             embedded_SBH = embedding(tokens_BSK[..., depth], None, key)
-            x_SBH = layer(x_SBH, embedded_SBH, replace(context, dropout=key))
+            whole = partial(layer, context=replace(context, dropout=key))
+            x_SBH = self.run(whole, x_SBH, embedded_SBH)
             states.append(x_SBH)
         return states
 

@@ -13,6 +13,7 @@ rank, D channels of a head, E of a value head.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init, residual_init
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.position import alibi_slopes
+from megatron.core.transformer.saving import Runner, Saving
 from megatron.core.utils import divide
 
 
@@ -49,6 +51,7 @@ class Attention(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype,
         backends: Backends,
+        saving: Saving,
         *,
         scale: float,
         context_kind: str,
@@ -67,6 +70,7 @@ class Attention(nn.Module):
             softcap=attention.attention_softcap,
         )
         self._make_softmax(config, mesh, dtype)
+        self.run_mix: Runner = saving.runner(self, recomputed="core_attn", offloaded="core_attn")
 
     def _make_softmax(self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         heads, kind = config.attention.num_attention_heads, config.attention.softmax_type
@@ -87,6 +91,11 @@ class Attention(nn.Module):
             slopes = alibi_slopes(heads)[start : start + self.heads].to(mesh.device)
             extras = replace(extras, alibi_slopes_n=slopes)
         self.extras = extras
+
+    def _attended(self, q_SBnD: Tensor, k_SBgD: Tensor, v_SBgE: Tensor, context: Context) -> Tensor:
+        """Return `mix` as the run's settings for core attention say."""
+        y_SBX: Tensor = self.run_mix(partial(self.mix, context=context), q_SBnD, k_SBgD, v_SBgE)
+        return y_SBX
 
     def mix(self, q_SBnD: Tensor, k_SBgD: Tensor, v_SBgE: Tensor, context: Context) -> Tensor:
         """Return what each query makes of the values it sees, ``[S, B, n * E]``.
@@ -129,6 +138,7 @@ class SelfAttention(Attention):
         mesh: Mesh,
         dtype: torch.dtype,
         backends: Backends,
+        saving: Saving,
         *,
         sequence_parallel: bool = False,
         context_kind: str = "p2p",
@@ -138,7 +148,7 @@ class SelfAttention(Attention):
         if scale is None:
             scale = 1.0 / math.sqrt(attention.kv_channels)
         super().__init__(
-            config, layer, mesh, dtype, backends, scale=scale, context_kind=context_kind
+            config, layer, mesh, dtype, backends, saving, scale=scale, context_kind=context_kind
         )
         self.head_size = attention.kv_channels
         self.groups = divide(attention.num_query_groups * mesh.kv_replica.size, mesh.tp.size)
@@ -147,6 +157,8 @@ class SelfAttention(Attention):
         self.rope = backends.rope
         self._make_projections(config, mesh, dtype, sequence_parallel)
         self._make_norms(config, mesh, dtype, backends)
+        self.run_qkv: Runner = saving.runner(self, offloaded="qkv_linear")
+        self.run_proj: Runner = saving.runner(self.linear_proj, offloaded="attn_proj")
 
     def _make_projections(
         self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype, sequence_parallel: bool
@@ -189,21 +201,25 @@ class SelfAttention(Attention):
             self.q_layernorm = self.k_layernorm = _L2Norm(config.norm.norm_epsilon, backends)
 
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
-        q_SBnD, k_SBgD, v_SBgD = self._project(x_SBH)
-        q_SBnD, k_SBgD = self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD)
+        q_SBnD, k_SBgD, v_SBgD = self.run_qkv(self._heads, x_SBH)
         if self.rotates:
             assert context.rotary is not None, "the model computes rotary tables"
             q_SBnD = self.rope(q_SBnD, *context.rotary, self.interleaved)
             k_SBgD = self.rope(k_SBgD, *context.rotary, self.interleaved)
-        y_SBH: Tensor = self.linear_proj(self.mix(q_SBnD, k_SBgD, v_SBgD, context))
+        mixed_SBX = self._attended(q_SBnD, k_SBgD, v_SBgD, context)
+        y_SBH: Tensor = self.run_proj(self.linear_proj, mixed_SBX)
         return y_SBH
 
-    def _project(self, x_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, as views of one tensor where that is possible."""
+    def _heads(self, x_SBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, normalised but not rotated.
+
+        They are views of one tensor where that is possible.
+        """
         mixed = self.linear_qkv(x_SBH).unflatten(2, (self.groups, -1, self.head_size))
         per_group = self.heads // self.groups
         q_SBgpD, k_SBg1D, v_SBg1D = mixed.split((per_group, 1, 1), dim=3)
-        return q_SBgpD.flatten(2, 3), k_SBg1D.squeeze(3), v_SBg1D.squeeze(3)
+        q_SBnD, k_SBgD, v_SBgD = q_SBgpD.flatten(2, 3), k_SBg1D.squeeze(3), v_SBg1D.squeeze(3)
+        return self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD), v_SBgD
 
 
 class _L2Norm(nn.Module):

@@ -15,6 +15,8 @@ from megatron.core.config import (
 )
 from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.transformer.mtp_config import MTPConfig
+from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError, divisors
 
 MOST_LAYERS = 10_000
@@ -387,6 +389,8 @@ class TransformerConfig(Config):
     norm: NormConfig
     position: PositionConfig
     init: InitConfig
+    recompute: RecomputeConfig
+    offload: OffloadConfig
 
     hidden_dropout: float = option(0.1)
     """Dropout on the embedding and on what each block adds."""

@@ -4,6 +4,7 @@ Shapes: S sequence, B batch, H hidden.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.plan import BlockKind, LayerPlan
+from megatron.core.transformer.saving import Lender, Runner, Saving
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Surroundings:
     mesh: Mesh
     dtype: torch.dtype
     backends: Backends
+    saving: Saving
     sequence_parallel: bool = False
     context_kinds: tuple[str, ...] = ("p2p",)
     """How attention over the sequence's ranks communicates: of all layers, or of each."""
@@ -55,6 +58,7 @@ def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
             around.mesh,
             around.dtype,
             around.backends,
+            around.saving,
             sequence_parallel=around.sequence_parallel,
             context_kind=around.context_kinds[layer if len(around.context_kinds) > 1 else 0],
         )
@@ -94,7 +98,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, plan: LayerPlan, around: Surroundings) -> None:
         super().__init__()
-        self.sublayers: list[tuple[Norm, nn.Module, Residual]] = []
+        self.sublayers: list[_Sublayer] = []
         for part in plan.sublayers:
             norm = build_norm(around)
             block = build_block(part.kind, plan.number, around)
@@ -102,9 +106,26 @@ class TransformerLayer(nn.Module):
             residual = Residual(place, around.config.hidden_dropout, around)
             self.add_module(part.norm_name, norm)
             self.add_module(part.block_name, block)
-            self.sublayers.append((norm, block, residual))
+            self.sublayers.append(_Sublayer(part.kind, norm, block, residual, around.saving))
 
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
-        for norm, block, residual in self.sublayers:
-            x_SBH = residual(x_SBH, block(norm(x_SBH), context), context)
+        for sublayer in self.sublayers:
+            x_SBH = sublayer(x_SBH, context)
         return x_SBH
+
+
+class _Sublayer:
+    """A norm, a block and how its output joins the stream; the layer holds the modules."""
+
+    def __init__(
+        self, kind: BlockKind, norm: Norm, block: nn.Module, residual: Residual, saving: Saving
+    ) -> None:
+        self.norm, self.block, self.residual = norm, block, residual
+        moved = "mlp_norm" if kind == "mlp" else "attn_norm"
+        self.lend: Lender = saving.lender(norm, recomputed="layernorm", offloaded=moved)
+        self.run: Runner = saving.runner(block, recomputed=kind if kind == "mlp" else None)
+
+    def __call__(self, x_SBH: Tensor, context: Context) -> Tensor:
+        with self.lend(self.norm, x_SBH) as normed_SBH:
+            y_SBH = self.run(partial(self.block, context=context), normed_SBH)
+        return self.residual(x_SBH, y_SBH, context)

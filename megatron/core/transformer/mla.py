@@ -24,6 +24,7 @@ value.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init, residual_init
 from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.saving import Lender, Runner, Saving
 
 
 class MultiLatentAttention(Attention):
@@ -56,13 +58,14 @@ class MultiLatentAttention(Attention):
         mesh: Mesh,
         dtype: torch.dtype,
         backends: Backends,
+        saving: Saving,
         *,
         sequence_parallel: bool = False,
         context_kind: str = "p2p",
     ) -> None:
         scale = attention_scale(config.mla)
         super().__init__(
-            config, layer, mesh, dtype, backends, scale=scale, context_kind=context_kind
+            config, layer, mesh, dtype, backends, saving, scale=scale, context_kind=context_kind
         )
         self.sizes = config.mla
         self.sequence_parallel = sequence_parallel
@@ -80,6 +83,9 @@ class MultiLatentAttention(Attention):
             bias=config.add_bias_linear,
             sequence_parallel=sequence_parallel,
         )
+        self.run_down: Runner = saving.runner(self, offloaded="qkv_linear")
+        self.lend_up: Lender = saving.lender(self, recomputed="mla_up_proj", offloaded="qkv_linear")
+        self.run_proj: Runner = saving.runner(self.linear_proj, offloaded="attn_proj")
 
     def _make_queries(self, config: TransformerConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         rank, hidden = config.mla.q_lora_rank, config.hidden_size
@@ -135,34 +141,42 @@ class MultiLatentAttention(Attention):
 
     def forward(self, x_sBH: Tensor, context: Context) -> Tensor:
         assert context.rotary is not None, "the model computes rotary tables"
-        q_SBnD = self._queries(x_sBH, context.rotary)
-        k_SBnD, v_SBnE = self._keys_and_values(x_sBH, context.rotary)
-        y_sBH: Tensor = self.linear_proj(self.mix(q_SBnD, k_SBnD, v_SBnE, context))
+        latents = self.run_down(self._latents, x_sBH)
+        with self.lend_up(partial(self._heads, rotary=context.rotary), *latents) as heads:
+            mixed_SBX = self._attended(*heads, context)
+        y_sBH: Tensor = self.run_proj(self.linear_proj, mixed_SBX)
         return y_sBH
 
-    def _queries(self, x_sBH: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        if self.linear_q_proj is not None:
-            q_SBX = self.linear_q_proj(x_sBH)
-        else:
-            q_SBX = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x_sBH)))
-        q_SBnD = q_SBX.unflatten(2, (self.heads, -1))
-        own, turning = q_SBnD.split((self.sizes.qk_head_dim, self.sizes.qk_pos_emb_head_dim), -1)
-        return torch.cat((own, self.rope(turning, *rotary, True)), -1)
-
-    def _keys_and_values(
-        self, x_sBH: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        sizes = self.sizes
+    def _latents(self, x_sBH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what queries are made of, what keys and values are, and the rotary key."""
+        q_sBL = x_sBH
+        if self.linear_q_proj is None:
+            q_sBL = self.q_layernorm(self.linear_q_down_proj(x_sBH))
         mixed = self.linear_kv_down_proj(x_sBH)
-        latent_sBL, turning_sBP = mixed.split((sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim), -1)
-        kv_SBX = self.linear_kv_up_proj(self.kv_layernorm(latent_sBL).contiguous())
-        own, v_SBnE = kv_SBX.unflatten(2, (self.heads, -1)).split(
-            (sizes.qk_head_dim, sizes.v_head_dim), -1
-        )
+        ranks = (self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim)
+        latent_sBL, turning_sBP = mixed.split(ranks, -1)
+        # Copies: else whoever keeps the one or the other keeps both.
+        return q_sBL, self.kv_layernorm(latent_sBL).contiguous(), turning_sBP.contiguous()
+
+    def _heads(
+        self,
+        q_sBL: Tensor,
+        latent_sBL: Tensor,
+        turning_sBP: Tensor,
+        rotary: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of this rank's heads."""
+        sizes = self.sizes
+        up = self.linear_q_up_proj if self.linear_q_proj is None else self.linear_q_proj
+        q_SBnD = up(q_sBL).unflatten(2, (self.heads, -1))
+        own, turning = q_SBnD.split((sizes.qk_head_dim, sizes.qk_pos_emb_head_dim), -1)
+        q_SBnD = torch.cat((own, self.rope(turning, *rotary, True)), -1)
+        kv_SBX = self.linear_kv_up_proj(latent_sBL).unflatten(2, (self.heads, -1))
+        own, v_SBnE = kv_SBX.split((sizes.qk_head_dim, sizes.v_head_dim), -1)
         turning_SBP = mappings.enter(turning_sBP, self.mesh.tp, self.sequence_parallel)
         turned_SB1P = self.rope(turning_SBP.unsqueeze(2), *rotary, True)
         k_SBnD = torch.cat((own, turned_SB1P.expand(-1, -1, self.heads, -1)), -1)
-        return k_SBnD, v_SBnE
+        return q_SBnD, k_SBnD, v_SBnE
 
 
 def attention_scale(latent: MLAConfig) -> float:

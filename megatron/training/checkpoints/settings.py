@@ -12,6 +12,8 @@ from typing import Any
 from megatron.core.config import Origin, Spec, as_json, as_words, specs
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import InitConfig, TransformerConfig
+from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
 
@@ -26,8 +28,13 @@ CHANGEABLE = (
     "fp32_residual_connection",
     "fp16_lm_cross_entropy",
 )
-# Backends are this machine's business, initial values are never used after a load.
-IGNORED = ("attention_backend", "transformer_impl")
+# Backends and memory are this machine's business, initial values are never used after a load.
+IGNORED = (
+    "attention_backend",
+    "transformer_impl",
+    *specs(RecomputeConfig),
+    *specs(OffloadConfig),
+)
 # Padded rows belong to a layout, not to the model.
 TOKENIZER_IGNORED = ("padded_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size")
 OBJECTIVE = ("calculate_per_token_loss", "seq_length")
