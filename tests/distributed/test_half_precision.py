@@ -1,4 +1,4 @@
-"""An fp16 overflow on one rank: every rank leaves the step out, and all scales stay equal."""
+"""Half precision on layouts: overflows are everyone's, and losses those of the serial run."""
 
 from typing import Any
 
@@ -33,8 +33,10 @@ def batch() -> Batch:
     }
 
 
-def train(rank: int, sizes: dict[str, Any], culprit: int, steps: int) -> dict[str, Any]:
-    """Train a small GPT in fp16; on the rank ``culprit`` one element of one gradient overflows."""
+def train(
+    rank: int, sizes: dict[str, Any], steps: int, culprit: int | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train a small GPT; on the rank ``culprit`` one element of one gradient overflows."""
     values = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -50,8 +52,8 @@ def train(rank: int, sizes: dict[str, Any], culprit: int, steps: int) -> dict[st
         "device": "cpu",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        **FP16,
         **sizes,
+        **settings,
     }
     config = build_run(values, dict.fromkeys(values, "flag"))
     alone = config.process.world_size == 1
@@ -89,6 +91,12 @@ def train(rank: int, sizes: dict[str, Any], culprit: int, steps: int) -> dict[st
     return found | {"steps": optimizer.scalars()["step"]}
 
 
+def on_rank(
+    rank: int, sizes: dict[str, Any], steps: int, culprit: int | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    return train(rank, sizes, steps, culprit, **settings)
+
+
 LAYOUTS = [
     {"world_size": 2},
     {"world_size": 2, "tensor_model_parallel_size": 2},
@@ -99,12 +107,34 @@ LAYOUTS = [
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["dp2", "tp2", "pp2"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_one_ranks_overflow_is_everyones(pool: Pool, sizes: dict[str, Any], culprit: int) -> None:
-    expected = train(0, {"world_size": 1}, culprit=0, steps=4)
+    expected = train(0, {"world_size": 1}, 4, culprit=0, **FP16)
     assert expected["skipped"] == [False, True, False, False]
     assert expected["scales"] == [256, 128, 128, 256]
-    for found in pool.run(2, train, sizes, culprit, 4):
+    for found in pool.run(2, on_rank, sizes, 4, culprit, FP16):
         for name in ("skipped", "scales", "steps"):
             assert found[name] == expected[name], name
         assert found["moved"] == [True, False, True, True]
         # fp16 has 11 bits: layouts round sums at other places.
         assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+
+
+BF16 = {"bf16": True}
+STREAM = {"fp32_residual_connection": True}
+RESULTS = [
+    (LAYOUTS[2], FP16, 2e-5),
+    (LAYOUTS[2], BF16 | STREAM, 2e-5),
+    (LAYOUTS[1], FP16 | STREAM | {"fp16_lm_cross_entropy": True}, 2e-3),
+    (LAYOUTS[1] | {"sequence_parallel": True}, BF16 | STREAM, 2e-2),
+    ({"world_size": 2, "context_parallel_size": 2}, FP16, 2e-3),
+]
+
+
+@pytest.mark.parametrize(("sizes", "settings", "within"), RESULTS)
+def test_layouts_in_half_train_as_one_process_does(
+    pool: Pool, sizes: dict[str, Any], settings: dict[str, Any], within: float
+) -> None:
+    """A pipeline adds up only tied gradients in another order; other layouts round elsewhere."""
+    expected = train(0, {"world_size": 1}, 3, **settings)["losses"]
+    assert expected[0] - expected[-1] > 0.05
+    for found in pool.run(2, on_rank, sizes, 3, None, settings):
+        assert found["losses"] == pytest.approx(expected, rel=within)
