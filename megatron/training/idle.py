@@ -41,6 +41,7 @@ def _idle(config: RunConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if config.model.attention.window_size is None:
         idle["window_attn_skip_freq"] = "no --window-size"
+    idle |= _idle_saving(config)
     if not config.model.mtp.depths:
         idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"
     if config.schedule.lr_decay_style != "WSD":
@@ -73,6 +74,24 @@ def _idle_precision(config: RunConfig) -> dict[str, str]:
         idle["grad_reduce_in_bf16"] = "no --bf16"
     if precision.params_dtype == precision.accumulation_dtype:
         idle["accumulate_allreduce_grads_in_fp32"] = f"weights are {precision.params_dtype}"
+    return idle
+
+
+def _idle_saving(config: RunConfig) -> dict[str, str]:
+    """Return the settings of recomputation and offload that nothing is done with."""
+    recompute, offload = config.model.recompute, config.model.offload
+    if config.training.skip_train:
+        return dict.fromkeys((*recompute.flatten(), *offload.flatten()), "--skip-train")
+    idle: dict[str, str] = {}
+    if recompute.granularity is None:
+        names = ("recompute_method", "recompute_num_layers", "recompute_modules")
+        idle |= dict.fromkeys(names, "no --recompute-granularity")
+    elif recompute.granularity == "full":
+        idle["recompute_modules"] = "--recompute-granularity full takes whole layers"
+    if not offload.fine_grained_activation_offloading:
+        idle["offload_modules"] = "no --fine-grained-activation-offloading"
+    if not offload.is_on:
+        idle["min_offloaded_tensor_size"] = "nothing is offloaded"
     return idle
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config import as_words
+from megatron.core.transformer import offload_config, recompute_config
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
 from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule, experts_need_an_expert_model
@@ -39,7 +40,7 @@ def check(config: RunConfig, origins: Origins, left_out: Sequence[str] = ()) -> 
     """
     has_experts = any(text.split()[0] in EXPERTS for text in left_out)
     for rule in RULES:
-        if has_experts and rule is experts_need_an_expert_model:
+        if has_experts and rule in (experts_need_an_expert_model, saved_experts_exist):
             continue
         try:
             rule(config, origins)
@@ -297,6 +298,51 @@ def chosen_dtypes_are_adams(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def shared_activations_have_sharers(config: RunConfig, origins: Origins) -> None:
+    """A layer's input is shared out among ranks that would hold it whole."""
+    if not config.model.recompute.distribute_saved_activations:
+        return
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size == 1:
+        raise UserError(
+            "--distribute-saved-activations needs tensor-parallel ranks to share with: give "
+            "--tensor-model-parallel-size above 1, or drop it"
+        )
+    if parallel.sequence_parallel:
+        raise UserError(
+            "--distribute-saved-activations and --sequence-parallel exclude each other: with the "
+            "latter each rank holds its share of a layer's input anyway; drop the former"
+        )
+
+
+def offloaded_layers_are_in_one_stage(config: RunConfig, origins: Origins) -> None:
+    """The first layers of a model belong to one rank of a pipeline, and not to all."""
+    moved = config.model.offload.cpu_offloading_num_layers
+    size = config.parallel.pipeline_model_parallel_size
+    if moved and size > 1:
+        raise UserError(
+            f"--cpu-offloading-num-layers ({moved}) does not go with "
+            f"--pipeline-model-parallel-size ({size}), as in Megatron-LM; use "
+            "--fine-grained-activation-offloading --offload-modules core_attn attn_proj, which "
+            "moves parts of every layer on every rank"
+        )
+
+
+def saved_experts_exist(config: RunConfig, origins: Origins) -> None:
+    """Parts of experts are recomputed or offloaded where there are experts."""
+    recompute, offload = config.model.recompute, config.model.offload
+    for name, modules, experts in (
+        ("recompute_modules", recompute.modules, recompute_config.EXPERT_MODULES),
+        ("offload_modules", offload.modules, offload_config.EXPERT_MODULES),
+    ):
+        found = [module for module in modules if module in experts]
+        if found:
+            raise UserError(
+                f"{flag(name)} {as_words(found)}: parts of experts, but the model is dense; "
+                "leave them out"
+            )
+
+
 RULES: tuple[Rule, ...] = (
     heads_fill_the_hidden_size,
     *LAYOUT_RULES,
@@ -315,6 +361,9 @@ RULES: tuple[Rule, ...] = (
     groups_are_known,
     half_precision_has_a_use,
     chosen_dtypes_are_adams,
+    shared_activations_have_sharers,
+    offloaded_layers_are_in_one_stage,
+    saved_experts_exist,
 )
 
 

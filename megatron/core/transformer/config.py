@@ -15,7 +15,7 @@ from megatron.core.config import (
 )
 from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.transformer.mtp_config import MTPConfig
-from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.offload_config import OffloadConfig, check_offload
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError, divisors
 
@@ -440,6 +440,11 @@ class TransformerConfig(Config):
             self._check_latent_attention()
         if self.mtp.depths:
             self._check_multi_token_prediction()
+        if "mla_up_proj" in self.recompute.modules and not self.mla.multi_latent_attention:
+            raise UserError(
+                "--recompute-modules mla_up_proj is for --multi-latent-attention; drop it"
+            )
+        check_offload(self.offload, self.recompute, self.num_layers)
 
     def _check_latent_attention(self) -> None:
         excluded = {

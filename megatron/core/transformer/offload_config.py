@@ -2,11 +2,19 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, check_at_least, option
+from megatron.core.config import Config, as_words, check_at_least, option
+from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError
 
 EXPERT_MODULES = ("expert_fc1", "moe_act")
 """Modules that only a mixture of experts has."""
+
+_MADE_AGAIN = (
+    ("core_attn", "core_attn"),
+    ("core_attn", "mla_up_proj"),
+    ("qkv_linear", "layernorm"),
+)
+"""Parts of a layer, each with a part whose recomputation takes the same activations."""
 
 
 class OffloadConfig(Config):
@@ -66,3 +74,42 @@ class OffloadConfig(Config):
     def modules(self) -> tuple[str, ...]:
         """Return the parts of every layer that are moved."""
         return self.offload_modules if self.fine_grained_activation_offloading else ()
+
+
+def check_offload(offload: OffloadConfig, recompute: RecomputeConfig, num_layers: int) -> None:
+    """Refuse what cannot be moved: activations that are not kept, and those of every layer.
+
+    Raises:
+        UserError: the first that there is.
+    """
+    moved, modules = offload.cpu_offloading_num_layers, offload.modules
+    if moved and moved >= num_layers:
+        raise UserError(
+            f"--cpu-offloading-num-layers ({moved}) must be less than --num-layers ({num_layers}): "
+            "backward begins with the last layers, which need not move"
+        )
+    if moved and recompute.granularity is not None:
+        raise UserError(
+            f"--cpu-offloading-num-layers ({moved}) and --recompute-granularity "
+            f"{recompute.granularity} exclude each other; drop one, or move parts of layers with "
+            "--fine-grained-activation-offloading"
+        )
+    if recompute.granularity == "full":
+        others = [module for module in modules if module != "layer_input"]
+        if others:
+            raise UserError(
+                f"--offload-modules {as_words(others)}: with --recompute-granularity full a layer "
+                "keeps its input alone; give --offload-modules layer_input, or "
+                "--recompute-granularity selective"
+            )
+    elif "layer_input" in modules:
+        raise UserError(
+            "--offload-modules layer_input is what --recompute-granularity full keeps; without "
+            "that name parts of a layer, such as attn_norm core_attn attn_proj mlp_norm"
+        )
+    for module, remade in _MADE_AGAIN:
+        if module in modules and remade in recompute.modules:
+            raise UserError(
+                f"--offload-modules {module} and --recompute-modules {remade} take the same "
+                "activations; drop one"
+            )

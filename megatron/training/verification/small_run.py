@@ -67,6 +67,7 @@ _REPLACED: Mapping[str, Any] = {
     # Larger weights than one starts from: attention far from uniform shows what it should not see.
     "init_method_std": 0.2,
     "adam_eps": ADAM_EPS,
+    "min_offloaded_tensor_size": 0,
     "lr": 1e-2,
     "lr_decay_style": "constant",
     "train_iters": ITERATIONS,
@@ -128,6 +129,10 @@ class SmallRun:
             values.setdefault("ddp_bucket_size", 2000)
         if layout.size("cp") == 1:
             values.pop("cp_comm_type", None)
+        if layout.size("tp") == 1 or layout.values.get("sequence_parallel"):
+            values.pop("distribute_saved_activations", None)
+        if layout.size("pp") > 1:
+            values.pop("cpu_offloading_num_layers", None)
         return _built(values)
 
     def reference(self, layout: Layout) -> RunConfig:
@@ -157,6 +162,9 @@ class SmallRun:
     def _shrink_layers(self, most: int) -> None:
         layers = min(self._user.model.num_layers, most)
         self.values["num_layers"] = layers
+        if "cpu_offloading_num_layers" in self.values:
+            moved = self.values["cpu_offloading_num_layers"]
+            self.values["cpu_offloading_num_layers"] = min(moved, layers - 1)
         for name in ("no_rope_freq", "window_attn_skip_freq", "cp_comm_type"):
             pattern = self.values.get(name)
             if isinstance(pattern, int):
