@@ -18,6 +18,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.dist_checkpointing.format import read_index
 from megatron.core.dist_checkpointing.load import Checkpoint
 from megatron.core.rng import DropoutKey
 from megatron.core.utils import UserError
@@ -475,6 +476,46 @@ def test_other_precisions_resume_exactly_too(run: Callable[..., int], precision:
     assert run(*flags, "--load", "save") == 0
     found = [same(row) for row in rows()]
     assert found[:4] == found[4:]
+
+
+def test_fp16_resumes_across_overflows(
+    run: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The scale doubles after each step, so overflows come again and again."""
+    flags = ("--fp16", "--initial-loss-scale", 2**21, "--loss-scale-window", 1, "--hysteresis", 1)
+    flags += ("--train-iters", 12, "--log-interval", 6)
+    assert run(*flags, "--save", "straight") == 0
+    out = capfd.readouterr().out
+    assert run(*flags, "--save", "save", "--exit-interval", 6) == 0
+    assert run(*flags, "--save", "save", "--load", "save") == 0
+    found = [same(row) for row in rows()]
+    assert found[:12] == found[12:]
+    for half in (found[:6], found[6:12]):
+        skipped = sum(row["skipped"] for row in half)
+        assert 0 < skipped < 6 and not any(row["nan"] for row in half)
+        assert f"loss scale: {half[-1]['loss_scale']:.1f} |" in out
+        assert f"number of skipped iterations: {skipped:3d} | number of nan iterations:   0" in out
+    assert found[11]["consumed_samples"] == 48
+    straight, resumed = tensors("straight/iter_0000012"), tensors("save/iter_0000012")
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(x, resumed[key]) for key, x in straight.items())
+    facts = [read_index(Path(f"{name}/iter_0000012")).facts for name in ("straight", "save")]
+    assert facts[0]["optimizer"] == facts[1]["optimizer"]
+    trained = sum(not row["skipped"] for row in found[:12])
+    assert facts[0]["optimizer"]["step"] == trained
+    assert facts[0]["optimizer"]["loss_scale"]["scale"] == found[11]["loss_scale"]
+
+
+def test_fp16_that_overflows_at_the_smallest_scale_ends_the_run(
+    run: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    scale = ("--initial-loss-scale", 2**40, "--min-loss-scale", 2**38, "--hysteresis", 1)
+    assert run("--fp16", *scale, "--train-iters", 9) == 1
+    assert "iteration 3: gradient norm is" in capfd.readouterr().err
+    assert [row["loss_scale"] for row in rows()] == [2**39, 2**38]
+    # What the message says instead:
+    assert run("--fp16", *scale, "--train-iters", 4, "--skip-non-finite-iterations", 2) == 0
+    assert [row["nan"] for row in rows()[2:]] == [False, False, True, True]
 
 
 def test_a_cyclic_order_and_a_length_in_samples(run: Callable[..., int]) -> None:

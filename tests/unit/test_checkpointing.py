@@ -33,10 +33,11 @@ from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 
 MESH = Mesh.serial()
-FP32, FP64, BF16 = (
+FP32, FP64, BF16, FP16 = (
     PrecisionConfig.resolve(),
     PrecisionConfig.resolve(fp64=True),
     PrecisionConfig.resolve(bf16=True),
+    PrecisionConfig.resolve(fp16=True),
 )
 NORMAL = Init("normal", 0.5)
 
@@ -149,7 +150,9 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("precision", [FP32, FP64, BF16], ids=["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [FP32, FP64, BF16, FP16], ids=["fp32", "fp64", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
     tmp_path: Path, precision: PrecisionConfig, rule: str
@@ -276,6 +279,26 @@ def test_an_fp32_run_goes_on_in_bf16_with_exact_masters(tmp_path: Path) -> None:
     assert torch.equal(run.states()["optimizer.master.matrix"], exact.reshape(-1))
     assert torch.equal(run.weights()["matrix"], exact.bfloat16())
     assert "converted 3 tensors from float32 to bfloat16" in run.text
+
+
+def test_a_run_goes_on_in_fp16_and_back(tmp_path: Path) -> None:
+    """Masters are exact, and the loss scale starts as the flags say, where none was stored."""
+    saved = Run(tmp_path, BF16).train(4)
+    saved.save()
+    half = Run(tmp_path, FP16, seed=9).load()
+    masters = half.states()["optimizer.master.matrix"]
+    assert torch.equal(masters, saved.states()["optimizer.master.matrix"])
+    assert half.optimizer.scaler.scale == 2.0**32
+    for _ in range(3):
+        half.optimizer.scaler.update(overflow=True)
+    half.train(6).save()
+    again = Run(tmp_path, FP16, seed=9).load()
+    assert again.optimizer.scaler.state() == half.optimizer.scaler.state()
+    assert again.optimizer.scaler.scale == 2.0**30
+    whole = Run(tmp_path, FP32, seed=9).load()
+    masters = half.states()["optimizer.master.matrix"]
+    assert torch.equal(whole.weights()["matrix"].reshape(-1), masters)
+    assert whole.optimizer.scaler.scale == 1
 
 
 def test_ckpt_08_a_run_with_another_padding_goes_on_the_same(tmp_path: Path) -> None:
