@@ -1,13 +1,14 @@
 """What a user chooses about data parallelism; plain Python."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron.core.config import Config, check_at_least, option
 from megatron.core.utils import UserError
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What replicas share out among themselves; they hold the rest alike."""
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 class DataParallelConfig(Config):

@@ -92,6 +92,7 @@ class DataParallel:
         self._gather: WeightGather | None = None
         if self.shares.gradients:
             self._sharded = FullySharded(
+                modules,
                 [completion_order(module, self.buffers) for module in modules],
                 find_units(modules),
                 reduce_dtype,

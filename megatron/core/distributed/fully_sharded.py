@@ -1,7 +1,8 @@
 """Gradients, and weights, that exist as a whole only while a unit of the model needs them.
 
 Each unit has buffers of its own. Its weights are gathered before its forward and given up after it,
-the same for its backward; meanwhile those of the unit that comes next are on their way:
+the same for its backward; meanwhile those of the unit that came next the last time are on their
+way:
 
     forward     | gather 1 | unit 1, gather 2 | unit 2, gather 3 | ...
     backward    | gather n | unit n, gather n-1 | reduce n, unit n-1, gather n-2 | ...
@@ -16,17 +17,18 @@ computed again. When the gradients of a backward are complete, autograd's hook t
 backward, weights are given up after its first part and gradients are summed after its second.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import comm
 from megatron.core.distributed import reduction
 from megatron.core.distributed.buffers import FlatBuffer
 from megatron.core.distributed.gathering import gather
 from megatron.core.distributed.reduction import Finish
-from megatron.core.distributed.units import Unit, Watch, watch
+from megatron.core.distributed.units import Order, Unit, Watch, watch
 
 IN_FLIGHT = 1
 """Sums that run beside a backward: memory for one unit's gradients each."""
@@ -77,25 +79,27 @@ class FullySharded:
     """The buffers of all chunks, whose gradients or weights are shared out.
 
     Args:
-        chunks: the buffers that each chunk of the model uses, in the order in which a backward
-            completes them; a buffer may be in several.
-        units: of the model, in the order of the forward.
+        chunks: of the model.
+        buffers: that each chunk uses, in the order in which a backward completes them; one may be
+            in several.
+        units: of the model.
         reduce_dtype: in which gradients travel.
         overlap: let a sum run beside the backward that goes on.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[FlatBuffer]],
+        chunks: Sequence[nn.Module],
+        buffers: Sequence[Sequence[FlatBuffer]],
         units: Sequence[Unit],
         reduce_dtype: torch.dtype,
         *,
         overlap: bool,
     ) -> None:
-        self._chunks, self._reduce_dtype = chunks, reduce_dtype
+        self._chunks, self._reduce_dtype = buffers, reduce_dtype
         self._in_flight = IN_FLIGHT if overlap else 0
         self.weights = WholeWeights()
-        everything = {id(buffer): buffer for buffers in chunks for buffer in buffers}
+        everything = {id(buffer): buffer for mine in buffers for buffer in mine}
         self._home = {id(p): buffer for buffer in everything.values() for p in buffer.parameters}
         self._needs = [
             list({id(b): b for b in (self._home[id(p)] for p in unit.parameters)}.values())
@@ -106,19 +110,30 @@ class FullySharded:
         self._queue: list[FlatBuffer] = []
         """To be summed in the backward that goes on, in order."""
         self._pending: list[Finish] = []
-        told = Watch(self._before_forward, self._after_forward, self._before_backward)
-        watch(units, told)
+        self._forwards = [Order() for _ in chunks]
+        self._backwards = [Order() for _ in chunks]
+        self._forward = self._backward = Order()
+        """Of the chunk that computes."""
+        for number, chunk in enumerate(chunks):
+            chunk.register_forward_pre_hook(self._enters(number))
+        watch(units, Watch(self._before_forward, self._after_forward, self._before_backward))
         for buffer in everything.values():
             for parameter in buffer.parameters:
                 parameter.register_post_accumulate_grad_hook(self._complete)
 
-    # Called by the units.
+    # Called by chunks and units.
+
+    def _enters(self, chunk: int) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._forward = self._forwards[chunk]
+            self._forward.start()
+
+        return enter
 
     def _before_forward(self, unit: int) -> None:
         self.weights.hold(self._needs[unit])
-        if not self._incomplete and unit + 1 < len(self._needs):  # no forward inside a backward
-            for buffer in self._needs[unit + 1]:
-                self.weights.fetch(buffer)
+        if not self._incomplete:  # a forward inside a backward is none of the model's
+            self._fetch(self._forward.after(unit))
 
     def _after_forward(self, unit: int) -> None:
         self.weights.release(self._needs[unit])
@@ -129,8 +144,12 @@ class FullySharded:
                 self._incomplete[id(buffer)] = set(map(id, buffer.parameters))
                 self.weights.hold([buffer])
                 buffer.take_grad()
-        for buffer in self._needs[unit - 1] if unit else ():
-            self.weights.fetch(buffer)
+        self._fetch(self._backward.after(unit))
+
+    def _fetch(self, unit: int | None) -> None:
+        for buffer in self._needs[unit] if unit is not None else ():
+            if id(buffer) not in self._incomplete:  # else it is here, or needed no more
+                self.weights.fetch(buffer)
 
     def _complete(self, parameter: Tensor) -> None:
         buffer = self._home[id(parameter)]
@@ -147,6 +166,8 @@ class FullySharded:
 
     def begin(self, chunk: int, kind: str) -> None:
         """Expect gradients of a chunk: of a whole ``backward``, or of one of its two parts."""
+        self._backward = self._backwards[chunk]
+        self._backward.start()
         if kind == "backward":
             self._queue = list(self._chunks[chunk])
         elif kind == "backward_weight":  # what was postponed is added without any hook

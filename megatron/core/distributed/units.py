@@ -24,16 +24,36 @@ class Unit:
 
 
 def find_units(chunks: Iterable[nn.Module]) -> list[Unit]:
-    """Return the units of a model's chunks in their order; one that chunks share is named once."""
-    found: dict[int, tuple[nn.Module, dict[int, nn.Parameter]]] = {}
+    """Return the units of a model's chunks, outer ones first; one that chunks share comes once."""
+    found: dict[int, Unit] = {}
     for chunk in chunks:
-        modules = dict(chunk.named_modules(remove_duplicate=False))
+        parameters: dict[str, dict[int, nn.Parameter]] = {}
         for path, parameter in chunk.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
-                module = modules[unit_of(path)]
-                _, parameters = found.setdefault(id(module), (module, {}))
-                parameters[id(parameter)] = parameter
-    return [Unit(module, tuple(parameters.values())) for module, parameters in found.values()]
+                parameters.setdefault(unit_of(path), {})[id(parameter)] = parameter
+        for path, module in chunk.named_modules(remove_duplicate=False):
+            if path in parameters:
+                found.setdefault(id(module), Unit(module, tuple(parameters[path].values())))
+    return list(found.values())
+
+
+class Order:
+    """Learns in which order units come, and tells which one will be next."""
+
+    def __init__(self) -> None:
+        self._known: list[int] = []
+        self._at = 0
+
+    def start(self) -> None:
+        """Begin anew."""
+        self._at = 0
+
+    def after(self, unit: int) -> int | None:
+        """Take note that ``unit`` has come; return the one that came after it last time."""
+        if self._known[self._at : self._at + 1] != [unit]:
+            self._known[self._at :] = [unit]
+        self._at += 1
+        return self._known[self._at] if self._at < len(self._known) else None
 
 
 @dataclass(frozen=True)

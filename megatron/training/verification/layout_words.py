@@ -6,6 +6,7 @@ vppN                N stages on each pipeline rank
 gpipe ... zb-v      the schedule
 p2p all_gather a2a a2a+p2p    how attention communicates along cp
 overlap             gradients are summed during the backward
+optim ... optim_grads_params  what replicas share out
 --flag value ...    any flag of a run, behind the words
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 from megatron.core.config import flag_of, specs
 from megatron.core.context_parallel.checks import KINDS
 from megatron.core.context_parallel.config import ContextParallelConfig
-from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.config import STRATEGIES, DataParallelConfig
 from megatron.core.grid import ParallelConfig
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
@@ -37,6 +38,7 @@ SWITCHES: Mapping[str, tuple[str, Any]] = {
     "overlap": ("overlap_grad_reduce", True),
     **{name: ("pipeline_schedule", name) for name in SCHEDULES},
     **{kind: ("cp_comm_type", (kind,)) for kind in KINDS},
+    **{shared: ("data_parallel_sharding_strategy", shared) for shared in STRATEGIES[1:]},
 }
 OF_LAYERS = {
     "num_layers_per_virtual_pipeline_stage",
