@@ -1,5 +1,9 @@
 """Which dtype is what, which combinations are refused, and what has no effect."""
 
+import csv
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron.core.precision.config import PrecisionConfig
@@ -123,3 +127,41 @@ def test_a_scale_of_zero_asks_for_a_dynamic_one() -> None:
     assert precision("--fp16 --loss-scale 0").is_scale_dynamic
     assert not precision("--fp16 --loss-scale 4").is_scale_dynamic
     assert not precision("--bf16 --loss-scale 0").is_scale_dynamic
+
+
+def eighths() -> list[tuple[str, str]]:
+    """Return every flag of Megatron-LM to do with FP8 or FP4, with each value of that kind."""
+    path = Path(__file__).resolve().parents[1] / "data" / "megatron_flags.tsv"
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    found = []
+    for row in rows:
+        small = re.search(r"fp[84]", row["flag"])
+        values = re.search(r"\{(.*)\}", row["type"])
+        choices = values[1].split("/") if values else ["3"]
+        if not small:
+            choices = [value for value in choices if re.search(r"fp[84]", value)]
+        for name in (row["flag"], *row["aliases"].split()):
+            if row["type"].startswith("switch"):
+                found += [(name, "")] if small else []
+            else:
+                found += [(name, value) for value in choices if small or values]
+    return found
+
+
+def test_fp8_and_fp4_are_never_bf16_in_silence() -> None:
+    """Refused, or named as a flag that counts only beside one that is refused."""
+    flags = eighths()
+    assert len(flags) > 25 and ("--fp8-format", "hybrid") in flags
+    assert ("--exp-avg-dtype", "fp8") in flags and ("--fp4-param-gather", "") in flags
+    for name, value in flags:
+        text = f"{name} {value}".strip()
+        words = f"{BASE} --bf16 --use-precision-aware-optimizer --no-dry-run".split()
+        if name in ("--fp8-format", "--fp4-format") or value == "fp8":
+            with pytest.raises(UserError, match=f"{name} {value} is not"):
+                parse([*words, *text.split()])
+            continue
+        assert text in parse([*words, *text.split()]).no_effect
+        for asked in ("--fp8-format e4m3", "--fp4-format e2m1"):
+            with pytest.raises(UserError, match=f"{asked} is not supported: FP"):
+                parse([*words, *text.split(), *asked.split()])
