@@ -47,7 +47,9 @@ SAMPLINGS = {
 }
 
 
-def build(choices: dict[str, Any], tensor: int, pipeline: int) -> GPTModel:
+def build(
+    choices: dict[str, Any], tensor: int, pipeline: int, dtype: torch.dtype = torch.float64
+) -> GPTModel:
     config = TransformerConfig.resolve(
         num_layers=3,
         hidden_size=32,
@@ -67,7 +69,7 @@ def build(choices: dict[str, Any], tensor: int, pipeline: int) -> GPTModel:
         mesh,
         vocab_size=VOCABULARY,  # padded: 2 and 4 do not divide it
         padded_vocab_size=52,
-        dtype=torch.float64,
+        dtype=dtype,
         stage=make_stages(config.num_layers, pipeline)[mesh.pp.coordinate],
     )
     rng.initialize(model, seed=3)
@@ -111,6 +113,18 @@ def test_every_layout_says_what_one_process_says(pool: Pool, variant: str) -> No
                     assert (here.tokens, here.finish) == (serial.tokens, serial.finish)
                     logarithms = pytest.approx(serial.log_probabilities, rel=1e-10)
                     assert here.log_probabilities == logarithms
+
+
+def in_half(rank: int, dtype: torch.dtype, pipeline: int) -> list[Completion]:
+    model = build({"fp32_residual_connection": True}, 1, pipeline, dtype)
+    return generate(model, PROMPTS, max_new_tokens=4, sampling=Sampling(temperature=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stages_in_half_hand_on_an_fp32_stream(pool: Pool, dtype: torch.dtype) -> None:
+    serial = in_half(0, dtype, 1)
+    for ended in pool.run(2, in_half, dtype, 2):
+        assert ended == serial
 
 
 def sent(rank: int, tensor: int, pipeline: int) -> comm.Traffic:

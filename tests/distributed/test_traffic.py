@@ -56,6 +56,8 @@ LAYOUTS: list[tuple[int, str]] = [
     (2, f"{TP} 2 --fp64 --qk-layernorm --no-calculate-per-token-loss"),
     (2, f"{TP} 2 --sequence-parallel"),
     (2, f"{TP} 2 --sequence-parallel {LLAMA} --bf16"),
+    (2, f"{TP} 2 --fp16 --loss-scale 16 --fp16-lm-cross-entropy --fp32-residual-connection"),
+    (2, f"{PP} 2 --bf16 --fp32-residual-connection"),
     (2, f"{TP} 2 {LATENT} --q-lora-rank 10"),
     (2, f"{TP} 2 --sequence-parallel {LATENT}"),
     (2, f"{TP} 2 --sequence-parallel --tp-comm-overlap"),

@@ -101,6 +101,12 @@ def test_activations_between_stages_are_shares_of_the_sequence() -> None:
     assert moved(8, words)["pp", "send"] == (3, 3 * HIDDEN // 4)
 
 
+def test_activations_between_stages_have_the_dtype_of_the_stream() -> None:
+    assert moved(2, f"{PP} 2 --bf16")["pp", "send"] == (3, 3 * HIDDEN // 2)
+    stream = "--fp32-residual-connection"
+    assert moved(2, f"{PP} 2 --bf16 {stream}")["pp", "send"] == (3, 3 * HIDDEN)
+
+
 def test_context_parallel_ring() -> None:
     # One hop; keys and values of 8 tokens, two heads, 4 channels each: forward, backward, gradient.
     costs = moved(2, f"{CP} 2")
