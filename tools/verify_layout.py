@@ -9,14 +9,21 @@ by one process and then on each layout by processes of this machine's CPU. One r
 largest relative difference to the serial run, of the losses, of every gradient of the first
 iteration, of the gradient norms and of every weight in the end; below it what all ranks together
 move in one iteration along each axis, beside the closed form. Exit code 0: all are equal to 1e-10
-and move what they should; 1: one is not, does not, or failed; 2: the command cannot be carried out.
+and move what they should; 1: one is not, does not, or failed; 2: the command cannot be carried out,
+or no layout fits the run.
 
 Layouts are words, separated by semicolons:
 
 {words}
 
-With either, flags of yours that make a layout are set aside, since the words say all of it. With
-neither, your flags' own layout is checked, on two replicas.
+With either, flags of yours that make a layout are set aside, since the words say all of it. Where
+the words do not say otherwise, these are kept, and the first of the two sizes of a2a+p2p where it
+divides cp:
+
+{kept}
+
+With neither, your flags' own layout is checked, on two replicas where that makes at most 16
+processes. Stages of different length stay in that order: 7 9 9 7 layers become 1 2 2 1.
 
     --layouts TEXT    the layouts to check
     --all N           every layout of 2 to N processes, those that the model does not fit left out
@@ -28,13 +35,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt
-from megatron.core.config import specs
-from megatron.core.pipeline_parallel.config import PipelineConfig
+from megatron.core.config import flag_of
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes
 from megatron.training.arguments import Settings, read_settings, run_main
@@ -42,14 +49,15 @@ from megatron.training.config import RunConfig
 from megatron.training.plan import traffic
 from megatron.training.pretrain import Program
 from megatron.training.verification import equality, layout_words
-from megatron.training.verification.layout_words import (
-    Layout,
-    all_layouts,
-    own_layout,
-    parse_layouts,
-)
+from megatron.training.verification.layout_words import Layout, all_layouts, parse_layouts
 from megatron.training.verification.outcomes import TOLERANCE, Outcome, Traffic, compare
-from megatron.training.verification.small_run import ITERATIONS, VOCABULARY, SmallRun
+from megatron.training.verification.own_layout import OwnLayout, own_layout
+from megatron.training.verification.small_run import (
+    ITERATIONS,
+    KEPT_OF_LAYOUT,
+    VOCABULARY,
+    SmallRun,
+)
 from megatron.training.verification.worker_pool import Pool, RankFailed
 
 PROGRAM = "verify_layout"
@@ -74,9 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = read_settings(rest, PROGRAM)
     for line in settings.lines:
         say(line)
-    small, layouts = plan(settings, options)
-    if small.changes:
-        say(f"smaller than yours: {', '.join(small.changes)}")
+    small, layouts, smaller, left_out = plan(settings, options)
+    if smaller:
+        say(f"smaller than yours: {', '.join(smaller)}")
+    if left_out:
+        say(f"LEFT OUT of yours: {', '.join(left_out)}")
     say(
         f"float64, dropout 0, vocabulary {VOCABULARY}, {ITERATIONS} iterations; largest relative "
         "differences to one process:"
@@ -115,7 +125,18 @@ def read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def plan(settings: Settings, options: argparse.Namespace) -> tuple[SmallRun, list[Layout]]:
+class Plan(NamedTuple):
+    """What is to be compared."""
+
+    small: SmallRun
+    layouts: list[Layout]
+    smaller: list[str]
+    """What is smaller than in the user's run."""
+    left_out: Sequence[str] = ()
+    """Flags of the user's that no layout has, with the reason."""
+
+
+def plan(settings: Settings, options: argparse.Namespace) -> Plan:
     """Return the small run and the layouts to check it on.
 
     Raises:
@@ -123,38 +144,42 @@ def plan(settings: Settings, options: argparse.Namespace) -> tuple[SmallRun, lis
     """
     if options.all is not None:
         small = SmallRun(settings.values, layers_at_least=options.all)
-        return small, all_layouts(options.all, small.values["num_layers"])
+        layouts = all_layouts(options.all, small.values["num_layers"])
+        return Plan(small, layouts, small.changes())
     if options.layouts is not None:
         layouts = parse_layouts(options.layouts, PROGRAM)
+        small = SmallRun(settings.values, max(map(_stages, layouts)))
+        result = Plan(small, layouts, small.changes())
     else:
-        layouts = _own(settings)
-    small = SmallRun(settings.values, max(one.size("pp") * one.size("vpp") for one in layouts))
-    for layout in layouts:
+        own = _own(settings)
+        small = SmallRun(settings.values, _stages(own.layout))
+        smaller = [*small.changes(own.layout), *own.smaller]
+        result = Plan(small, [own.layout], smaller, own.left_out)
+    for layout in result.layouts:
         try:
             small.on(layout)
         except UserError as error:
             raise UserError(f"layout {layout.text!r} of the small run: {error}") from None
-    return small, layouts
+    return result
 
 
-def _own(settings: Settings) -> list[Layout]:
+def _stages(layout: Layout) -> int:
+    return layout.size("pp") * layout.size("vpp")
+
+
+def _own(settings: Settings) -> OwnLayout:
     """Return the layout of the user's flags.
 
     Raises:
         UserError: they make none.
     """
-    values = settings.values
-    stages = values.get("pipeline_model_parallel_size", 1)
-    pipeline = {name: values[name] for name in specs(PipelineConfig) if name in values}
-    layers = values.get("num_layers", 1)
-    chunks = PipelineConfig.resolve(**pipeline).placement(layers, stages).num_chunks
-    own = own_layout(values, chunks)
+    own = own_layout(settings.values)
     if own is None:
         raise UserError(
             "these flags make no layout of several processes; name some: "
             '--layouts "tp2 pp2; cp2 dp2" or --all N (see --help)'
         )
-    return [own]
+    return own
 
 
 class Check:
@@ -171,6 +196,9 @@ class Check:
         Args:
             layouts: to check.
             skips: leave out those that the run does not fit.
+
+        Raises:
+            UserError: all are left out.
         """
         equal = f"equal to {TOLERANCE:g}"
         start, counts = time.monotonic(), {equal: 0, "not equal": 0, "left out": 0}
@@ -189,6 +217,8 @@ class Check:
             counts[equal if self._row(row, layout, config) else "not equal"] += 1
         counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         say(f"{counted}; {time.monotonic() - start:.0f} s")
+        if counts["left out"] == len(layouts):
+            raise UserError("no layout fits the run, so nothing was compared; see the rows above")
         return 1 if counts["not equal"] else 0
 
     def _row(self, row: str, layout: Layout, config: RunConfig) -> bool:
@@ -263,9 +293,10 @@ def _bytes_along(axis: str, ranks: Sequence[Traffic]) -> int:
 
 
 def help_text() -> str:
-    """Return the top of this file, with the words that layouts are made of."""
+    """Return the top of this file, with the words of layouts and the flags that stay."""
     words = (layout_words.__doc__ or "").split("\n\n")[1]
-    return (__doc__ or "").format(words=words)
+    kept = "\n".join(f"    {flag_of(RunConfig, name)}" for name in KEPT_OF_LAYOUT)
+    return (__doc__ or "").format(words=words, kept=kept)
 
 
 def say(text: str) -> None:

@@ -333,11 +333,123 @@ def test_wrong_commands_are_refused(words: str, said: str) -> None:
 )
 def test_without_layouts_the_flags_own_is_checked(words: str, text: str, world: int) -> None:
     options, rest = tool.read_options(f"{TINY} {words}".split())
-    _, layouts = tool.plan(read_settings(rest, "verify_layout"), options)
-    assert [(layout.text, layout.world_size) for layout in layouts] == [(text, world)]
+    planned = tool.plan(read_settings(rest, "verify_layout"), options)
+    assert [(one.text, one.world_size) for one in planned.layouts] == [(text, world)]
+
+
+PP4 = "--pipeline-model-parallel-size 4"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+
+
+def planned_for(words: str) -> tool.Plan:
+    options, rest = tool.read_options(f"{TINY} {words}".split())
+    return tool.plan(read_settings(rest, "verify_layout"), options)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers", "users"),
+    [
+        (f"{PP4} {FIRST} 7 {LAST} 7", (1, 2, 2, 1), "7 9 9 7"),
+        (f"{PP4} {LAST} 2", (2, 2, 2, 1), "10 10 10 2"),
+        (
+            f"{PP4} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            (2, 3, 2, 1),
+            "8 9 8 7",
+        ),
+        (
+            f"{PP4} --pipeline-model-parallel-layout Et*9|(t*4|)*4,|t*6|tL",
+            (4, 2, 2, 2, 2, 0, 3, 1),
+            "9 4 4 4 4 0 6 1",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
+            "--pipeline-model-parallel-layout Et*6|t*10|t*10|t*6L",
+            (1, 2, 2, 1),
+            "6 10 10 6",
+        ),
+    ],
+)
+def test_stages_of_a_small_run_differ_as_the_users(
+    words: str, layers: tuple[int, ...], users: str
+) -> None:
+    planned = planned_for(f"--num-layers 32 {words}")
+    (layout,) = planned.layouts
+    config = planned.small.on(layout)
+    assert tuple(len(stage.layers) for stage in config.stages) == layers
+    assert f"layers of the stages {' '.join(map(str, layers))} ({users})" in planned.smaller
+    assert f"--num-layers {sum(layers)} (32)" in planned.smaller
+    assert planned.small.reference(layout).model.num_layers == sum(layers)
+    assert config.placement.shape == ("v" if "zb-v" in words else "loop")
+    # What the row is called by can be given as it is.
+    assert parse_layout(layout.text, "test").num_layers == sum(layers)
+
+
+def test_patterns_of_layers_are_cut_with_them() -> None:
+    pattern = f"--no-rope-freq ([0]*20+[1]*12) {ROPE}"
+    planned = planned_for(f"--num-layers 32 {pattern} {PP4} {FIRST} 2")
+    config = planned.small.on(planned.layouts[0])
+    assert config.model.num_layers == 7 and config.model.position.no_rope_freq == (0,) * 7
+
+
+def test_numbers_of_microbatches_gradients_and_instances_follow() -> None:
+    words = (
+        f"--num-layers 32 {PP4} --num-layers-per-virtual-pipeline-stage 4 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 16 --overlap-grad-reduce "
+        "--ddp-bucket-size 40000000 --use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 2"
+    )
+    planned = planned_for(words)
+    config = planned.small.on(planned.layouts[0])
+    assert config.pipeline.microbatch_group_size_per_vp_stage == 7
+    assert config.replicas.ddp_bucket_size == 2000
+    assert planned.layouts[0].replicas == 4 and not planned.left_out  # two of each instance
+    assert planned.smaller[-2:] == [
+        "--microbatch-group-size-per-virtual-pipeline-stage 7 (16)",
+        "--ddp-bucket-size 2000 (40000000)",
+    ]
+    # Two instances of two replicas each would be 64 processes, and one of each is none.
+    planned = planned_for(f"{words} --tensor-model-parallel-size 4")
+    assert planned.layouts[0].replicas == 1
+    assert planned.left_out == ("--num-distributed-optimizer-instances 2: one replica",)
+
+
+@pytest.mark.parametrize(
+    ("given", "layout", "sizes"),
+    [
+        ("2 4", "cp4", (2, 2)),
+        ("4 2", "cp4", (4, 1)),
+        ("4 2", "cp6", (2, 3)),
+        ("2 4", "cp8", (2, 4)),
+    ],
+)
+def test_two_levels_of_context_fit_the_layout(
+    given: str, layout: str, sizes: tuple[int, int]
+) -> None:
+    words = (
+        f"{TINY} {ROPE} --seq-length 96 --context-parallel-size 8 --cp-comm-type a2a+p2p "
+        f"--hierarchical-context-parallel-sizes {given}"
+    )
+    config = small(words).on(parse_layout(layout, "test"))
+    assert config.context.cp_comm_type == ("a2a+p2p",)
+    assert config.context.hierarchical_context_parallel_sizes == sizes
+    # A layout's own words say all of it.
+    config = small(words).on(parse_layout(f"{layout} p2p", "test"))
+    assert config.context.cp_comm_type == ("p2p",)
+
+
+def test_a_run_that_fits_no_layout_is_no_success() -> None:
+    one_head = "--num-layers 1 --hidden-size 32 --num-attention-heads 1 --seq-length 15 "
+    one_head += "--micro-batch-size 1 --max-position-embeddings 15"
+    layouts = [one for one in all_layouts(2, 1) if one.replicas == 1]
+    check = tool.Check(NoPool(), small(one_head), 1.0, 5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no layout fits the run, so nothing was compared"):
+        check.run(layouts, skips=True)
 
 
 def test_help_lists_the_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "tpN cpN ppN dpN" in text and "--timeout" in text and "{" not in text
+    kept = text.split("are kept", 1)[1]
+    for flag in ("--tp-comm-overlap", "--cp-comm-type", "--overlap-grad-reduce"):
+        assert f"    {flag}\n" in kept

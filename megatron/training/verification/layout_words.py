@@ -13,7 +13,7 @@ optim ... optim_grads_params  what replicas share out
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.config import flag_of, specs
@@ -22,6 +22,7 @@ from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.distributed.config import STRATEGIES, DataParallelConfig
 from megatron.core.grid import ParallelConfig
 from megatron.core.pipeline_parallel.config import PipelineConfig
+from megatron.core.pipeline_parallel.layout import parse_layout as parse_stages
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.utils import UserError, nearest
 from megatron.training.arguments import read_settings
@@ -40,18 +41,8 @@ SWITCHES: Mapping[str, tuple[str, Any]] = {
     **{kind: ("cp_comm_type", (kind,)) for kind in KINDS},
     **{shared: ("data_parallel_sharding_strategy", shared) for shared in STRATEGIES[1:]},
 }
-OF_LAYERS = {
-    "num_layers_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_vp_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-}
-"""Settings that say how many layers a stage has."""
-MOST_PROCESSES = 16
-"""Of a layout that nobody named."""
+BUCKET = 2000
+"""Gradients of a bucket of a small run: enough buckets that some are summed before others."""
 LARGEST = 256
 """Processes, or stages of a pipeline, of a layout that a tool tries on one machine."""
 NAMES = {
@@ -75,6 +66,14 @@ class Layout:
     def size(self, word: str) -> int:
         """Return the ways along ``tp``, ``cp`` or ``pp``, or the stages of a rank, ``vpp``."""
         return int(self.values.get(SIZES[word], 1))
+
+    @property
+    def num_layers(self) -> int | None:
+        """Return the layers of the model it is written for, if it lists them."""
+        text = self.values.get("pipeline_model_parallel_layout")
+        if text is None or self.size("pp") == 1:
+            return None
+        return sum(stage.num_layers for stage in parse_stages(text))
 
     @property
     def world_size(self) -> int:
@@ -121,7 +120,8 @@ def parse_layout(text: str, tool: str) -> Layout:
     replicas = values.pop("dp", 1)
     values.update(_flags(words[flags:], tool))
     if values.get("cp_comm_type") == ("a2a+p2p",):
-        values.setdefault("hierarchical_context_parallel_sizes", _two(values.get(SIZES["cp"], 1)))
+        levels = two_levels(values.get(SIZES["cp"], 1))
+        values.setdefault("hierarchical_context_parallel_sizes", levels)
     layout = Layout(" ".join(shlex.quote(word) for word in words), replicas, values)
     stages = layout.size("pp") * layout.size("vpp")
     for count, what in ((layout.world_size, "processes"), (stages, "stages")):
@@ -158,36 +158,6 @@ def all_layouts(largest_world: int, num_layers: int) -> list[Layout]:
     return layouts
 
 
-def own_layout(values: Mapping[str, Any], num_chunks: int) -> Layout | None:
-    """Return the layout that a run's own flags make, with two replicas where that is small enough.
-
-    How many layers each stage has is left out: a small run has fewer. None for a run without a
-    layout.
-
-    Args:
-        values: what the user gave, by name.
-        num_chunks: stages of each pipeline rank, however the flags say it.
-
-    Raises:
-        UserError: it has more processes than a machine should start for this.
-    """
-    mine = {name: value for name, value in values.items() if name in NAMES - OF_LAYERS}
-    if num_chunks > 1:
-        mine[SIZES["vpp"]] = num_chunks
-    words = [f"{word}{mine[name]}" for word, name in SIZES.items() if mine.get(name, 1) > 1]
-    words += [word for word, (name, value) in SWITCHES.items() if mine.get(name) == value]
-    layout = Layout(" ".join(words), 1, mine)
-    if layout.world_size > MOST_PROCESSES:
-        raise UserError(
-            f"the layout of these flags ({layout.text}) has {layout.world_size} processes, more "
-            f"than {MOST_PROCESSES}: name a smaller one with the same words, such as --layouts "
-            f'"{" ".join(re.sub(r"[0-9]+", "2", word) for word in words)}"'
-        )
-    if 2 * layout.world_size <= MOST_PROCESSES and (words or values.get("overlap_grad_reduce")):
-        return replace(layout, text=f"{layout.text} dp2".strip(), replicas=2)
-    return layout if words else None
-
-
 def _meaning(word: str) -> tuple[str, Any]:
     """Return the setting that a word stands for; ``dp`` is none of a run's."""
     if word in SWITCHES:
@@ -218,9 +188,14 @@ def _flags(words: Sequence[str], tool: str) -> Mapping[str, Any]:
     return values
 
 
-def _two(size: int) -> tuple[int, int]:
-    """Return two factors of a size, the first one small."""
-    inner = next((n for n in range(2, size + 1) if size % n == 0), 1)
+def two_levels(size: int, inner: int = 1) -> tuple[int, int]:
+    """Return two factors of a size: ``inner`` first if it is one above 1, else the least there is.
+
+    >>> two_levels(12), two_levels(12, 4), two_levels(9, 4)
+    ((2, 6), (4, 3), (3, 3))
+    """
+    if inner == 1 or size % inner:
+        inner = next((n for n in range(2, size + 1) if size % n == 0), 1)
     return inner, size // inner
 
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import round_up
 from megatron.training.arguments import build_run
 from megatron.training.config import RunConfig
-from megatron.training.verification.layout_words import SERIAL, Layout
+from megatron.training.verification.layout_words import BUCKET, SERIAL, Layout, two_levels
 
 ITERATIONS = 3
 VOCABULARY = 61
@@ -25,10 +25,7 @@ ADAM_EPS = 1e-3
 """Far above rounding, as `equality` asks: a gradient of 1e-17 makes a step of 1e-14 of the rate."""
 MOST_LAYERS, MOST_HEADS, HEAD_SIZES, LENGTH = 8, 16, (4, 8, 16, 32), 32
 
-# What stays the user's: the model, the update rule, the objective, and how ranks communicate.
-_KEPT = {
-    *specs(TransformerConfig),
-    *specs(OptimizerConfig),
+KEPT_OF_LAYOUT = (
     "use_tp_pp_dp_mapping",
     "tp_comm_overlap",
     "overlap_p2p_comm",
@@ -36,6 +33,13 @@ _KEPT = {
     "cp_comm_type",
     "overlap_grad_reduce",
     "ddp_num_buckets",
+)
+"""Settings of ranks that a small run has on any layout, unless its words say otherwise."""
+# What stays the user's: the model, the update rule, the objective, and how ranks communicate.
+_KEPT = {
+    *specs(TransformerConfig),
+    *specs(OptimizerConfig),
+    *KEPT_OF_LAYOUT,
     "seed",
     "calculate_per_token_loss",
     "reset_position_ids",
@@ -92,6 +96,7 @@ class SmallRun:
 
     def __init__(self, values: Mapping[str, Any], layers_at_least: int = 1) -> None:
         kept = {name: value for name, value in values.items() if name in _KEPT}
+        self._kept, self._sizes = kept, values.get("hierarchical_context_parallel_sizes")
         length = {name: values[name] for name in ("seq_length",) if name in values}
         one = {"micro_batch_size": 1, "global_batch_size": 1}
         self._user = _built({**kept, **_REPLACED, **length, **one})
@@ -99,7 +104,8 @@ class SmallRun:
         for name in _FOLLOW:
             self.values.pop(name, None)
         self.micro_batch_size = min(values.get("micro_batch_size", 1), 2)
-        self._shrink_layers(max(MOST_LAYERS, layers_at_least))
+        layers = min(self._user.model.num_layers, max(MOST_LAYERS, layers_at_least))
+        self.values |= self._with_layers(layers)
         self._shrink_widths()
 
     def on(self, layout: Layout, like: Layout | None = None) -> RunConfig:
@@ -120,15 +126,20 @@ class SmallRun:
             "global_batch_size": self.micro_batch_size * like.replicas * 2 * like.size("pp"),
             "world_size": layout.world_size,
         }
-        values = {**self.values, **sizes, **layout.values}
+        layers = self._with_layers(like.num_layers) if like.num_layers else {}
+        values = {**self.values, **layers, **sizes, **layout.values}
         window = self._user.model.attention.window_size
         if window is not None:
             most = sizes["seq_length"] // 4
             values["window_size"] = tuple(min(side, most) for side in window)
         if values.get("overlap_grad_reduce") and "ddp_num_buckets" not in values:
-            values.setdefault("ddp_bucket_size", 2000)
+            values.setdefault("ddp_bucket_size", BUCKET)
         if layout.size("cp") == 1:
             values.pop("cp_comm_type", None)
+        elif "a2a+p2p" in values.get("cp_comm_type", ()):
+            inner = self._sizes[0] if self._sizes else 1
+            levels = two_levels(layout.size("cp"), inner)
+            values.setdefault("hierarchical_context_parallel_sizes", levels)
         if layout.size("tp") == 1 or layout.values.get("sequence_parallel"):
             values.pop("distribute_saved_activations", None)
         if layout.size("pp") > 1:
@@ -139,10 +150,9 @@ class SmallRun:
         """Return the run on one process that `layout` is compared with."""
         return self.on(SERIAL, like=layout)
 
-    @property
-    def changes(self) -> list[str]:
-        """Return what is smaller than in the user's run, as flags."""
-        small, user = self.reference(SERIAL).flatten(), self._user.flatten()
+    def changes(self, layout: Layout = SERIAL) -> list[str]:
+        """Return what is smaller than in the user's run, as flags, on a layout."""
+        small, user = self.reference(layout).flatten(), self._user.flatten()
         names = (
             "num_layers",
             "hidden_size",
@@ -159,18 +169,20 @@ class SmallRun:
             if small[name] != user[name]
         ]
 
-    def _shrink_layers(self, most: int) -> None:
-        layers = min(self._user.model.num_layers, most)
-        self.values["num_layers"] = layers
-        if "cpu_offloading_num_layers" in self.values:
-            moved = self.values["cpu_offloading_num_layers"]
-            self.values["cpu_offloading_num_layers"] = min(moved, layers - 1)
+    def _with_layers(self, layers: int) -> dict[str, Any]:
+        """Return the settings that depend on how many of the user's layers there are."""
+        found: dict[str, Any] = {"num_layers": layers}
+        if "cpu_offloading_num_layers" in self._kept:
+            found["cpu_offloading_num_layers"] = min(
+                self._kept["cpu_offloading_num_layers"], layers - 1
+            )
         for name in ("no_rope_freq", "window_attn_skip_freq", "cp_comm_type"):
-            pattern = self.values.get(name)
+            pattern = self._kept.get(name)
             if isinstance(pattern, int):
-                self.values[name] = min(pattern, layers)
+                found[name] = min(pattern, layers)
             elif isinstance(pattern, Sequence) and len(pattern) > layers:
-                self.values[name] = tuple(pattern[:layers])
+                found[name] = tuple(pattern[:layers])
+        return found
 
     def _shrink_widths(self) -> None:
         model = self._user.model
