@@ -416,6 +416,12 @@ class RunConfig(Config):
         return {name: axis.size for name, axis in parted.items()} | {"world": world}
 
     @property
+    def shares(self) -> int:
+        """Return into how many shares replicas divide what they share out; 1 for nothing."""
+        ranks = self.data_parallel_size * self.parallel.context_parallel_size
+        return self.replicas.shares(ranks)
+
+    @property
     def placement(self) -> Placement:
         """Return where the stages of the pipeline live."""
         ranks = self.parallel.pipeline_model_parallel_size

@@ -41,6 +41,8 @@ VARIANTS = {
     "--apply-layernorm-1p --untie-embeddings-and-output-weights",
     "packed": f"{ROTARY} --reset-position-ids --reset-attention-mask --eod-mask-loss",
     "pieces": f"{ROTARY} --logits-at-once 300 --no-calculate-per-token-loss",
+    "recomputed": f"{ROTARY} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 3 --mtp-num-layers 1",
     "packed-means": "--reset-position-ids --reset-attention-mask --eod-mask-loss "
     "--no-calculate-per-token-loss --optimizer sgd --micro-batch-size 2",
 }
@@ -54,6 +56,13 @@ LAYOUTS = {
         pp2 vpp2 --microbatch-group-size-per-virtual-pipeline-stage 4
         cp2; cp2 all_gather; cp2 a2a; cp4 a2a+p2p
         dp2; dp3; dp4 overlap --ddp-bucket-size 900; dp2 overlap --ddp-num-buckets 3
+        dp3 optim; dp4 optim overlap --ddp-bucket-size 900 --overlap-param-gather
+        dp2 optim_grads; dp3 optim_grads_params; dp4 optim_grads_params overlap
+        dp4 optim --num-distributed-optimizer-instances 2; cp2 optim_grads overlap
+        dp4 optim_grads_params --num-distributed-optimizer-instances 2
+        pp2 zb-h1 dp2 optim_grads overlap; pp2 zb-v dp2 optim --overlap-param-gather
+        tp2 sp pp2 zb-v dp2 optim_grads_params overlap; pp2 dp2 optim --ddp-num-buckets 3
+        tp2 sp pp2 vpp2 dp2 optim_grads_params; tp2 sp pp2 vpp2 cp2 dp2 optim_grads
         tp2 pp2 dp2; tp2 sp pp2 zb-v dp2 overlap --ddp-bucket-size 900
         tp2 sp pp2 vpp2 cp2 dp2
         tp2 cp2 pp2 dp2 --use-tp-pp-dp-mapping
@@ -62,7 +71,8 @@ LAYOUTS = {
         tp4; tp4 sp; tp8 sp; pp2 zb-v overlap dp2; cp4 a2a; cp4; tp2 cp2 all_gather
         tp4 sp cp2; tp2 sp cp2 pp2; tp4 sp pp4; tp2 sp pp2 vpp2 dp2 --use-tp-pp-dp-mapping
         tp2 pp2 cp2 a2a --pipeline-model-parallel-layout 'Ettt|tL'
-        tp4 sp pp2 zb-v --tp-comm-overlap
+        tp4 sp pp2 zb-v --tp-comm-overlap; tp4 sp dp2 optim; tp4 sp dp2 optim_grads_params overlap
+        pp2 zb-v dp2 optim_grads_params; cp2 dp2 optim_grads_params
     """,
     "one-group": """
         tp2; tp8 sp; cp2 a2a; tp2 cp4 a2a+p2p; tp2 sp pp2 gpipe cp2 all_gather
@@ -80,6 +90,9 @@ LAYOUTS = {
     """,
     "pieces": """
         tp2; tp2 sp pp2 zb-v; cp2 tp2 sp; tp4 pp2 zb-h1
+    """,
+    "recomputed": """
+        dp2 optim_grads_params; pp2 dp2 optim_grads_params overlap; pp2 zb-v dp2 optim_grads_params
     """,
     "packed-means": """
         tp2; cp4; dp4; pp2 vpp2; cp2 a2a pp2 dp2; tp2 sp cp2 dp2

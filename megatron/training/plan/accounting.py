@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers
+from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers, unit_of
 from megatron.core.grid import key_value_sharers
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
@@ -229,10 +229,12 @@ class BufferKey(NamedTuple):
     alone: str
     """Name of the parameter that has a buffer of its own; empty elsewhere."""
     tied: bool
+    unit: str
+    """Part of the model that has buffers of its own; empty where gradients are not shared out."""
 
 
 def buffer_items(
-    parameters: Sequence[ParameterShape], *, decays_qk_norms: bool = False
+    parameters: Sequence[ParameterShape], *, decays_qk_norms: bool = False, by_unit: bool = False
 ) -> list[Item]:
     """Return parameters as what buffers are planned from; the same ones share a buffer in a run.
 
@@ -240,10 +242,12 @@ def buffer_items(
         parameters: of one chunk of the model, in its order.
         decays_qk_norms: these gains are in the optimizer's group of what is decayed. Groups order
             a buffer, which moves the bounds of its buckets.
+        by_unit: each unit of the model has buffers of its own.
     """
     items = []
     for p in parameters:
-        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied)
+        unit = unit_of(p.name) if by_unit else ""
+        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied, unit)
         decays = len(p.shape) > 1 or (p.qk_norm and decays_qk_norms)
         items.append(Item(p.name, p.numel, key, "decay" if decays else "no_decay"))
     return items
@@ -263,7 +267,11 @@ def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[lis
                 sequence_parallel=parallel.sequence_parallel,
             )
         )
-        items = buffer_items(held, decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm)
+        items = buffer_items(
+            held,
+            decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm,
+            by_unit=config.replicas.shards_gradients and config.shares > 1,
+        )
         size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
         chunks.append(plan_buffers(items, replicas, size))
     return chunks

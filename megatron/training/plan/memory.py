@@ -13,6 +13,7 @@ from megatron.training.config import RunConfig
 from megatron.training.plan import accounting, activations
 from megatron.training.plan import pipeline as pipeline_plan
 from megatron.training.plan.activations import Footprint
+from megatron.training.plan.saved import Share
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class RankMemory:
     """Weights, gradients, masters and optimizer states: exact."""
     activations: int
     """Of all microbatches that are alive at once: an estimate."""
+    host: int = 0
+    """In host memory: activations of the same microbatches that are offloaded."""
 
     @property
     def total(self) -> int:
-        """Return the sum of all of it."""
+        """Return the sum of all that is on the device."""
         return sum(self.fixed.values()) + self.activations
 
 
@@ -43,7 +46,7 @@ class MemoryPlan:
         """Return the memory of each rank at the run's micro-batch."""
         count = pipeline_plan.microbatches(self.config)
         held = self._alive(self.config.training.micro_batch_size, count)
-        return [RankMemory(*fixed, most) for fixed, most in zip(self.fixed, held, strict=True)]
+        return [RankMemory(*fixed, *most) for fixed, most in zip(self.fixed, held, strict=True)]
 
     def largest_micro_batch(self, memory_bytes: float) -> int:
         """Return the largest micro-batch that fits ranks of ``memory_bytes``, 0 if none does.
@@ -76,10 +79,13 @@ class MemoryPlan:
     def _fits(self, samples: int, count: int, memory_bytes: float) -> bool:
         held = self._alive(samples, count)
         fixed = [sum(parts.values()) for _, parts in self.fixed]
-        return all(a + b <= memory_bytes for a, b in zip(fixed, held, strict=True))
+        return all(a + b <= memory_bytes for a, (b, _) in zip(fixed, held, strict=True))
 
-    def _alive(self, samples: int, count: int) -> list[int]:
-        """Return what ``count`` microbatches of ``samples`` keep at each rank's fullest moment."""
+    def _alive(self, samples: int, count: int) -> list[tuple[int, int]]:
+        """Return what ``count`` microbatches of ``samples`` keep at each rank's fullest moment.
+
+        First on the device, then in host memory.
+        """
         config, placement = self.config, self.config.placement
         prints = [
             activations.footprint(config, self.padded_rows, stage, samples)
@@ -87,23 +93,31 @@ class MemoryPlan:
         ]
         if placement.shape == "v":
             # At the turn a stage's input is the other's output, which nobody frees after sending.
-            turn, shared = placement.num_ranks, activations.Share(config, samples).stream
+            turn, shared = placement.num_ranks, Share(config, samples).residual
             for position, moved in ((turn - 1, shared), (turn, -shared)):
                 kept = prints[position].kept + moved
                 prints[position] = replace(prints[position], kept=kept)
         found = []
         for rank, moments in enumerate(pipeline_plan.alive(config.pipeline, placement, count)):
             mine = [prints[position] for position in placement.positions(rank)]
-            held = max(chunk.working for chunk in mine)
-            if not config.training.skip_train:
-                held += max(_held(moment, mine) for moment in moments)
-            found.append(held)
+            if config.training.skip_train:
+                found.append((max(chunk.working for chunk in mine), 0))
+            else:
+                most = max(_held(moment, mine) for moment in moments)
+                found.append((most, max(_host(moment, mine) for moment in moments)))
         return found
 
 
 def _held(moment: pipeline_plan.Alive, chunks: Sequence[Footprint]) -> int:
+    """Return the bytes of a rank's fullest moment while a backward goes on, or just before it."""
     held = zip(moment.kept, moment.postponed, chunks, strict=True)
-    return sum(kept * chunk.kept + late * chunk.postponed for kept, late, chunk in held)
+    alive = sum(kept * chunk.kept + late * chunk.postponed for kept, late, chunk in held)
+    working = max(chunk.working for chunk in chunks)
+    return alive + max(working, chunks[moment.chunk].backward)
+
+
+def _host(moment: pipeline_plan.Alive, chunks: Sequence[Footprint]) -> int:
+    return sum(kept * chunk.host for kept, chunk in zip(moment.kept, chunks, strict=True))
 
 
 def _fixed(config: RunConfig, padded_rows: int) -> Iterator[tuple[int, dict[str, int]]]:
@@ -116,4 +130,8 @@ def _fixed(config: RunConfig, padded_rows: int) -> Iterator[tuple[int, dict[str,
             size = memory.BYTES[config.precision.params_dtype]
             yield parameters, {"weights": parameters * size}
         else:
-            yield parameters, memory.predict(plans, config.optimizer, config.precision)
+            strategy = config.replicas.data_parallel_sharding_strategy
+            yield (
+                parameters,
+                memory.predict(plans, config.optimizer, config.precision, strategy, config.shares),
+            )

@@ -11,11 +11,10 @@ backwards is in `traffic_passes`.
 
 from collections.abc import Mapping
 
-from megatron.core.optimizer.memory import BYTES
-from megatron.core.utils import divide, human_bytes
+from megatron.core.utils import human_bytes
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import BufferKey, chunk_buffers
 from megatron.training.plan.traffic_passes import Book, Costs, add_passes
+from megatron.training.plan.traffic_shares import add_gathers, add_sums
 
 FP64 = 8
 TOTALS = 8
@@ -67,9 +66,12 @@ def expected(
                                         activations one way, gradients the other; on any schedule
         ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
                                                             embedding copied for K > 0
-        dp_cp           all_reduce      1 x elements a      for every bucket, padding included
+        dp_cp           all_reduce      1 x elements g      for every bucket, padding included
         world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
                         all_reduce      1 x 8               norm of weights, --log-params-norm
+
+    What replicas share out travels in other ways (`traffic_shares`); g are the bytes in which
+    gradients travel.
 
     Multi-latent attention enters its heads three times: as wide as the queries' latent (or H), as
     that of keys and values, and as the rotary key, which is not gathered again; g is n, and values
@@ -93,11 +95,12 @@ def expected(
         config: the run; its world size is that of the process config.
         padded_rows: rows of the vocabulary, padding included.
         num_microbatches: of a replica.
-        coordinates: of the rank, by axis; only ``pp`` makes a difference.
+        coordinates: of the rank, by axis; only ``pp`` makes a difference, and where optimizer
+            states are shared out and query groups are shared by ranks, ``dp`` and ``cp``.
     """
     book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=True)
-    _sums(book, config, padded_rows, coordinates["pp"])
+    add_sums(book, config, padded_rows, num_microbatches, coordinates)
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:
@@ -111,26 +114,9 @@ def expected_evaluation(
     """Return what a rank moves in one evaluation: the forward parts of `expected`, and totals."""
     book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
+    add_gathers(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     return book.costs
-
-
-def _sums(book: Book, config: RunConfig, padded_rows: int, pp_rank: int) -> None:
-    """Add the sums of gradients, once per iteration."""
-    size, attention = BYTES[config.precision.accumulation_dtype], config.model.attention
-    heads = attention.num_attention_heads // config.parallel.tensor_model_parallel_size
-    for plan in (plan for chunk in chunk_buffers(config, padded_rows, pp_rank) for plan in chunk):
-        assert isinstance(plan.key, BufferKey)
-        for start, stop in plan.buckets:
-            book.add("dp_cp", "all_reduce", (stop - start) * size)
-        if plan.key.tied:
-            book.add("ends", "all_reduce", plan.size * size)
-        if "tp" in plan.key.summed:
-            book.add("tp", "all_reduce", plan.size * size)
-        if "kv_replica" in plan.key.summed:
-            # Of each matrix and bias with one group, the rows of a key and a value head are packed.
-            rows = sum(divide(2 * (slot.stop - slot.start), heads + 2) for slot in plan.slots)
-            book.add("kv_replica", "all_reduce", rows * size)
 
 
 def wire_bytes(op: str, payload: float, ranks: int) -> float:
