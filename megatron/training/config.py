@@ -474,6 +474,8 @@ class RunConfig(Config):
             self.optimizer.weight_decay,
             train_iters=self.training.train_iters,
             train_samples=self.training.train_samples,
+            decoupled_lr=self.optimizer.decoupled_lr,
+            decoupled_min_lr=self.optimizer.decoupled_min_lr,
         )
 
     @property

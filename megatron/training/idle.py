@@ -47,11 +47,7 @@ def _idle(config: RunConfig) -> dict[str, str]:
     if config.schedule.lr_decay_style != "WSD":
         names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         idle |= dict.fromkeys(names, f"--lr-decay-style is {config.schedule.lr_decay_style}")
-    if config.optimizer.optimizer != "sgd":
-        idle["sgd_momentum"] = f"--optimizer is {config.optimizer.optimizer}"
-    else:
-        names = ("adam_beta1", "adam_beta2", "adam_eps")
-        idle |= dict.fromkeys(names, "--optimizer is sgd")
+    idle |= _idle_rules(config)
     if not config.training.exit_signal_handler:
         idle["exit_signal"] = "no --exit-signal-handler"
     idle |= _idle_evaluation(config)
@@ -60,6 +56,33 @@ def _idle(config: RunConfig) -> dict[str, str]:
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):
         idle |= dict.fromkeys(("load_optim", "load_rng"), "no --load")
     return idle | _idle_precision(config) | _idle_layout(config) | _idle_groups(config)
+
+
+def _idle_rules(config: RunConfig) -> dict[str, str]:
+    """Return the settings of update rules that the run does not have."""
+    optimizer = config.optimizer
+    idle: dict[str, str] = {}
+    settings = {
+        "adam": ("adam_beta1", "adam_beta2", "adam_eps"),
+        "sgd": ("sgd_momentum",),
+        "lion": ("lion_beta1", "lion_beta2"),
+        "muon": tuple(name for name in optimizer.flatten() if name.startswith("muon_")),
+    }
+    for rule, names in settings.items():
+        if rule not in optimizer.rules:
+            idle |= dict.fromkeys(names, f"--optimizer is {optimizer.optimizer}")
+    if optimizer.optimizer == "muon":
+        if config.parallel.tensor_model_parallel_size == 1:
+            idle["muon_tp_mode"] = f"{_size('tensor')} is 1"
+        if config.model.mla.multi_latent_attention:
+            idle["muon_split_qkv"] = "--multi-latent-attention has no fused matrix"
+        if config.precision.fp64:
+            idle["muon_fp32_matmul_prec"] = "with --fp64 all is float64"
+    if optimizer.decoupled_lr is None:
+        idle["decoupled_min_lr"] = "no --decoupled-lr"
+    if optimizer.optimizer == "sgd":
+        idle["decoupled_weight_decay"] = "--optimizer is sgd"
+    return idle
 
 
 def _idle_precision(config: RunConfig) -> dict[str, str]:

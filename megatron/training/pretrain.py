@@ -21,7 +21,7 @@ from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.schedule import Schedule, build_schedule
+from megatron.core.optimizer.schedule import Schedule
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
@@ -223,13 +223,10 @@ class Job:
         config = self.config
         if config.training.skip_train:
             return None, None
-        schedule = build_schedule(
-            config.schedule,
-            config.optimizer.weight_decay,
-            train_iters=config.training.train_iters,
-            train_samples=config.training.train_samples,
-        )
-        return build_optimizer(config, chunks, self.mesh), schedule
+        optimizer = build_optimizer(config, chunks, self.mesh)
+        for line in optimizer.describe():
+            self.say(f"optimizer group {line}")
+        return optimizer, config.learning_schedule
 
     def _is_complete(self, state: TrainState) -> bool:
         total = self.config.total_iterations

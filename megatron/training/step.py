@@ -48,6 +48,8 @@ class Plan:
     """Numbers of the samples of the global batch."""
     learning_rate: float
     weight_decay: float
+    decoupled_learning_rate: float | None = None
+    """Of embedding and output head, where they have their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,7 @@ class TrainStep:
                 divisor / totals.denominator,
                 lr=plan.learning_rate,
                 weight_decay=plan.weight_decay,
+                decoupled_lr=plan.decoupled_learning_rate,
                 count_zeros=self.count_zeros,
             )
         return self._judge(plan, totals, update)

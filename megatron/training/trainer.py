@@ -130,11 +130,13 @@ class Trainer:
     def _plan(self) -> Plan:
         state = self.state
         size = self.parts.sizes.at(state.consumed_samples)
+        rates = self.parts.schedule.rates(state.progress)
         return Plan(
             iteration=state.iteration + 1,
             samples=range(state.consumed_samples, state.consumed_samples + size),
-            learning_rate=self.parts.schedule.learning_rate(state.progress),
-            weight_decay=self.parts.schedule.weight_decay(state.progress),
+            learning_rate=rates.lr,
+            weight_decay=rates.weight_decay,
+            decoupled_learning_rate=rates.decoupled_lr,
         )
 
     def _train_on(self, plan: Plan) -> StepResult:
@@ -181,6 +183,7 @@ class Trainer:
                 skipped_samples=self.state.skipped_samples,
                 samples=plan.samples,
                 learning_rate=plan.learning_rate,
+                decoupled_learning_rate=plan.decoupled_learning_rate,
                 losses={LOSS: result.totals.loss, **result.totals.auxiliary_losses},
                 grad_norm=result.grad_norm,
                 num_zeros=result.num_zeros,

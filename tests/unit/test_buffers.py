@@ -14,8 +14,8 @@ from megatron.core.distributed.buffers import Shares, build_buffers
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.layout import Item, plan_buffers
 from megatron.core.mesh import Axis, Mesh
+from megatron.core.optimizer.groups import Group
 from megatron.core.sharding import Init, Region, Sharding
-
 
 ALONE = Shares("no_shard", Mesh.serial().alone, Mesh.serial().dp_cp)
 
@@ -28,17 +28,20 @@ def parameter(
     return sharding.attach(made, Sharding(record.shape, record.regions, Init(), name, decay))
 
 
-def by_decay(record: Sharding) -> str:
-    return "decay" if record.decay else "no_decay"
+DECAY, NO_DECAY = Group("decay", "adam", True), Group("no_decay", "adam", False)
+
+
+def by_decay(record: Sharding) -> Group:
+    return DECAY if record.decay else NO_DECAY
 
 
 def test_layout_by_hand() -> None:
     """Groups in order, backwards within a group, aligned to 64, padded for three ranks."""
     items = [
-        Item("a", 100, "fp32", "decay"),
-        Item("b", 10, "fp32", "no_decay"),
-        Item("c", 64, "fp32", "decay"),
-        Item("d", 5, "other", "decay"),
+        Item("a", 100, "fp32", DECAY),
+        Item("b", 10, "fp32", NO_DECAY),
+        Item("c", 64, "fp32", DECAY),
+        Item("d", 5, "other", DECAY),
     ]
     plan, other = plan_buffers(items, data_size=3)
     assert [(s.name, s.start, s.stop) for s in plan.slots] == [
@@ -54,7 +57,7 @@ def test_layout_by_hand() -> None:
 
 
 def test_buckets_are_whole_shares_of_every_rank() -> None:
-    items = [Item(str(i), 100, "k", "decay") for i in range(4)]
+    items = [Item(str(i), 100, "k", DECAY) for i in range(4)]
     (plan,) = plan_buffers(items, data_size=2, bucket_size=200)
     assert plan.buckets == ((0, 256), (256, 512))
     assert plan.shards(1, 2) == [(128, 256), (384, 512)]
@@ -68,14 +71,14 @@ def test_buckets_are_whole_shares_of_every_rank() -> None:
 def test_every_layout_holds_each_parameter_once(
     sizes: list[tuple[int, bool]], data_size: int, bucket_size: int | None
 ) -> None:
-    items = [Item(str(i), n, "k", "decay" if d else "no_decay") for i, (n, d) in enumerate(sizes)]
+    items = [Item(str(i), n, "k", DECAY if d else NO_DECAY) for i, (n, d) in enumerate(sizes)]
     (plan,) = plan_buffers(items, data_size, bucket_size)
     assert sorted(slot.index for slot in plan.slots) == list(range(len(items)))
     position = 0
     for slot in plan.slots:
         assert slot.start % 64 == 0 and slot.start >= position
         assert slot.stop - slot.start == items[slot.index].numel
-        assert plan.group_of(slot) == items[slot.index].group
+        assert plan.group_of(slot) == items[slot.index].group.name
         assert any(start <= slot.start and slot.stop <= stop for start, stop in plan.buckets)
         position = slot.stop
     flat = [edge for bucket in plan.buckets for edge in bucket]
@@ -147,7 +150,9 @@ def test_dtypes_summed_axes_and_ties_part_buffers() -> None:
     tied = nn.Parameter(torch.ones(4))
     record = sharding.whole((4,), Init())
     sharding.attach(tied, Sharding(record.shape, record.regions, Init(), "tied", tied=True))
-    buffers = build_buffers([plain, coarse, norm, tied], torch.float32, group_of=by_decay, shares=ALONE)
+    buffers = build_buffers(
+        [plain, coarse, norm, tied], torch.float32, group_of=by_decay, shares=ALONE
+    )
     assert [buffer.summed for buffer in buffers] == [(), (), ("tp",), ()]
     assert [buffer.data.dtype for buffer in buffers].count(torch.bfloat16) == 1
 
@@ -186,7 +191,9 @@ def test_only_owned_elements_are_in_the_ranges() -> None:
     assert buffer.owned_ranges(second_of_two("tp")) == second
     assert layout.bridge_gaps(second, buffer.plan) == second
     replica = Shares("no_shard", Mesh.serial().alone, second_of_two("dp_cp").dp_cp)
-    (buffer,) = build_buffers([other, bias, table], torch.float32, group_of=by_decay, shares=replica)
+    (buffer,) = build_buffers(
+        [other, bias, table], torch.float32, group_of=by_decay, shares=replica
+    )
     assert buffer.owned_ranges(Mesh.serial()) == []
 
 

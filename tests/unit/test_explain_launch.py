@@ -132,10 +132,10 @@ def test_wrong_use_is_an_error_of_the_user(words: list[str], message: str) -> No
 def test_former_values_and_values_that_come_later(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--position-embedding-type rotary --normalization rmsnorm --attention-head-type multiquery"
-        " --glu-activation swiglu --optimizer muon"
+        " --glu-activation swiglu --optimizer soap"
     )
     code, text = explain(capsys, "--", *f"python pretrain_gpt.py {BASE} {flags}".split())
-    assert code == 1 and "refused (1):\n  --optimizer muon" in text
+    assert code == 1 and "refused (1):\n  --optimizer soap" in text
     for new in (
         "-> --position-embedding-type rope",
         "-> --normalization RMSNorm",

@@ -15,7 +15,14 @@ from megatron.core.utils import UserError
 from megatron.training.config import LoggingConfig
 from megatron.training.records import log_line
 from megatron.training.records.metrics import Facts, Iteration, Metrics
-from megatron.training.records.writers import JsonLines, TensorBoard, Wandb, Writer, last_attempt
+from megatron.training.records.writers import (
+    JsonLines,
+    TensorBoard,
+    Wandb,
+    Writer,
+    last_attempt,
+    tags,
+)
 from megatron.training.timers import Timers, timers_block
 
 NOW = datetime(2026, 1, 31, 12)
@@ -68,6 +75,23 @@ def test_the_training_line_has_the_known_shape() -> None:
         " loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 |"
         " number of nan iterations:   0 | ETA: 0:12:31 |"
     )
+
+
+def test_a_rate_of_embedding_and_head_is_shown_and_written(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(facts(), [JsonLines(str(path))], lines.append)
+    metrics.add(iteration(1, decoupled_learning_rate=3e-3))
+    metrics.print_line(NOW)
+    metrics.add(iteration(2))
+    metrics.print_line(NOW)
+    metrics.close()
+    assert "| learning rate: 1.000000E-04 | decoupled learning rate: 3.000000E-03 |" in lines[0]
+    assert "decoupled" not in lines[1]
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["decoupled_learning_rate"] == 3e-3 and "decoupled_learning_rate" not in second
+    named = tags({**first, "loss_names": {}}, LoggingConfig.resolve())
+    assert named["decoupled-learning-rate"] == 3e-3
 
 
 def test_validation_lines_stand_between_rules() -> None:

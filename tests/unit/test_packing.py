@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 
 from megatron.core.distributed import layout, packing
 from megatron.core.distributed.layout import Item, plan_buffers
+from megatron.core.optimizer.groups import Group
+
+MATRICES = Group("matrices", "muon", True)
 
 
-def whole(sizes: list[int], group: str = "matrices") -> list[Item]:
-    return [Item(str(i), n, "k", group, "muon", whole=True) for i, n in enumerate(sizes)]
+def whole(sizes: list[int]) -> list[Item]:
+    return [Item(str(i), n, "k", MATRICES) for i, n in enumerate(sizes)]
 
 
 def test_packing_by_hand() -> None:
@@ -21,7 +24,7 @@ def test_packing_by_hand() -> None:
 
 def test_a_buffer_of_whole_parameters_by_hand() -> None:
     """Backwards in the model: d, c, b, a. The largest go first, each share in order."""
-    (plan,) = plan_buffers(whole([128, 10, 64, 100]), data_size=2)
+    (plan,) = plan_buffers(whole([128, 10, 64, 100]), shares=2)
     # Aligned: d 128, c 64, b 64, a 128. Share 0 gets d and c, share 1 gets a and b.
     assert [(slot.name, slot.start, slot.stop) for slot in plan.slots] == [
         ("3", 0, 100),
@@ -46,10 +49,10 @@ def test_no_parameter_crosses_a_share(
     sizes: list[int], groups: list[str], data_size: int, bucket_size: int | None
 ) -> None:
     items = [
-        Item(str(i), n, "k", group, "muon", whole=True)
+        Item(str(i), n, "k", Group(group, "muon", True))
         for i, (n, group) in enumerate(zip(sizes, groups, strict=False))
     ]
-    (plan,) = plan_buffers(items, data_size, bucket_size)
+    (plan,) = plan_buffers(items, data_size, bucket_size, shares=data_size)
     assert sorted(slot.index for slot in plan.slots) == list(range(len(items)))
     shares = [plan.shards(rank, data_size) for rank in range(data_size)]
     for before, slot in itertools.pairwise(plan.slots):
@@ -57,7 +60,7 @@ def test_no_parameter_crosses_a_share(
     for slot in plan.slots:
         assert slot.start % layout.ALIGNMENT == 0
         assert slot.stop - slot.start == items[slot.index].numel
-        assert plan.group_of(slot) == items[slot.index].group
+        assert plan.group_of(slot) == items[slot.index].group.name
         holders = [
             rank
             for rank, ranges in enumerate(shares)
@@ -123,10 +126,10 @@ def test_a_bucket_goes_on_until_its_shares_are_full() -> None:
 
 def test_rules_share_no_buffer() -> None:
     items = [
-        Item("w", 64, "k", "matrices", "muon", whole=True),
-        Item("b", 3, "k", "no_decay", "adam"),
-        Item("v", 64, "k", "matrices", "muon", whole=True),
+        Item("w", 64, "k", MATRICES),
+        Item("b", 3, "k", Group("no_decay", "adam", False)),
+        Item("v", 64, "k", MATRICES),
     ]
-    matrices, rest = plan_buffers(items, data_size=2)
+    matrices, rest = plan_buffers(items, data_size=2, shares=2)
     assert [slot.name for slot in matrices.slots] == ["v", "w"] and matrices.size == 128
     assert (rest.rule, rest.key, rest.size) == ("adam", "k", 128)

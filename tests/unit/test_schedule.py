@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
+from megatron.core.optimizer.groups import Rates
 from megatron.core.optimizer.schedule import (
     Progress,
     Schedule,
@@ -161,13 +162,60 @@ def test_lr_07_warmup_fraction_is_a_share_of_the_decay() -> None:
 
 def test_curve_has_five_points_over_the_run() -> None:
     built = schedule(train_iters=200)
-    assert built.curve() == [
-        (0, 1.0, 0.1),
-        (50, 0.75, 0.1),
-        (100, 0.5, 0.1),
-        (150, 0.25, 0.1),
-        (200, 0.0, 0.1),
+    assert [built.rates_at(point) for point in built.points()] == [
+        Rates(1.0, 0.1),
+        Rates(0.75, 0.1),
+        Rates(0.5, 0.1),
+        Rates(0.25, 0.1),
+        Rates(0.0, 0.1),
     ]
+
+
+def decoupled(
+    peak: float | None, end: float | None = None, weight_decay: float = 0.1, **fields: object
+) -> Schedule:
+    config = ScheduleConfig(**{"lr": 1.0, "min_lr": 0.25, **fields})
+    return build_schedule(
+        config, weight_decay, train_iters=100, decoupled_lr=peak, decoupled_min_lr=end
+    )
+
+
+def test_embedding_and_head_may_have_a_curve_of_their_own() -> None:
+    """The shape is the same, and so is where the warm-up starts; peak and end are theirs."""
+    built = decoupled(4.0, 2.0, lr_warmup_iters=20, lr_warmup_init=0.5)
+    points = [Progress(n, 0) for n in (0, 10, 20, 60, 100)]
+    assert [built.rates(at).lr for at in points] == [0.5, 0.75, 1.0, 0.625, 0.25]
+    assert [built.rates(at).decoupled_lr for at in points] == [0.5, 2.25, 4.0, 3.0, 2.0]
+    assert {built.rates(at).weight_decay for at in points} == {0.1}
+    assert decoupled(4.0).decoupled_min_lr == 0.25  # --min-lr
+    assert decoupled(None, 2.0).rates_at(5).decoupled_lr is None
+    assert Schedule.from_json(built.to_json()) == built
+    old = built.to_json()
+    del old["decoupled_lr"], old["decoupled_min_lr"]  # as an older checkpoint stores it
+    assert Schedule.from_json(old).decoupled is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "end", "fields", "named"),
+    [
+        (0.1, 0.2, {}, r"--decoupled-lr \(0.1\) must be at least where it ends \(0.2: --decoupled"),
+        (0.1, None, {}, r"--decoupled-lr \(0.1\) .* \(0.25: --min-lr, since there is no"),
+        (0.3, None, {"lr_warmup_init": 0.5}, r"--lr-warmup-init \(0.5\) must be at most --decoup"),
+    ],
+)
+def test_decoupled_rates_that_do_not_fit_are_refused(
+    peak: float, end: float | None, fields: dict[str, object], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        decoupled(peak, end, **fields)
+
+
+def test_another_decoupled_rate_is_another_schedule() -> None:
+    old, new = decoupled(None), decoupled(4.0, 2.0)
+    assert differences(old, new) == ["decoupled_lr: None -> 4.0", "decoupled_min_lr: None -> 2.0"]
+    _, first, *_ = describe_change(old, new)
+    assert first.endswith("0.1 -> 0.1 | embedding and head 1.000000e+00 -> 4.000000e+00")
+    assert "embedding" not in "".join(describe_change(old, decoupled(None, lr=2.0)))
 
 
 def test_a_schedule_survives_json() -> None:

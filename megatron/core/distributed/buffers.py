@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.config import Strategy
-from megatron.core.distributed.layout import BufferPlan, Item, Range
+from megatron.core.distributed.layout import BufferPlan, Grouped, Item, Range
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Sharding
 from megatron.core.utils import UserError
 
-GroupOf = Callable[[Sharding], str]
+GroupOf = Callable[[Sharding], Grouped]
 """Gives the optimizer group of a parameter."""
 
 
@@ -290,5 +290,6 @@ def build_buffers(
         )
         items.append(Item(record.name, parameter.numel(), key, group_of(record)))
     # Buckets divide over all replicas, whatever is shared out.
-    plans = layout.plan_buffers(items, shares.axis.size * shares.copies.size, bucket_size)
+    replicas = shares.axis.size * shares.copies.size
+    plans = layout.plan_buffers(items, replicas, bucket_size, shares=shares.axis.size)
     return [FlatBuffer(plan, everyone, grad_dtype, shares) for plan in plans]

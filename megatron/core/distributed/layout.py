@@ -18,6 +18,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from megatron.core.distributed import packing
 from megatron.core.utils import divide, round_up
@@ -29,6 +30,17 @@ Range = tuple[int, int]
 """Half-open (start, stop) in elements."""
 
 
+class Grouped(Protocol):
+    """What an optimizer group says of where its parameters may lie."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rule(self) -> str: ...
+    @property
+    def needs_whole(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Item:
     """A parameter to be placed."""
@@ -37,12 +49,9 @@ class Item:
     numel: int
     key: Hashable
     """Parameters with equal keys share a buffer."""
-    group: str
-    """Optimizer group; groups lie in alphabetical order."""
-    rule: str = ""
-    """Update rule of the group; parameters of different rules share no buffer."""
-    whole: bool = False
-    """No share of a bucket may hold a part of it; alike for all of one rule."""
+    group: Grouped
+    """Optimizer group. Groups lie in alphabetical order, and those of different rules share no
+    buffer."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,11 @@ class BufferPlan:
 
 
 def plan_buffers(
-    items: Sequence[Item], data_size: int = 1, bucket_size: int | None = None
+    items: Sequence[Item],
+    data_size: int = 1,
+    bucket_size: int | None = None,
+    *,
+    shares: int = 1,
 ) -> list[BufferPlan]:
     """Return the buffers that hold ``items``, ordered by the first item of each.
 
@@ -99,17 +112,18 @@ def plan_buffers(
         items: parameters in the model's order.
         data_size: ranks that every bucket must divide over.
         bucket_size: elements after which a bucket is closed; absent, a buffer is one bucket.
+        shares: ranks that update a share of each bucket, among which whole matrices are dealt out.
     """
     keyed: dict[tuple[Hashable, str], list[int]] = {}
     for index, item in enumerate(items):
-        keyed.setdefault((item.key, item.rule), []).append(index)
+        keyed.setdefault((item.key, item.group.rule), []).append(index)
     plans = []
     for (key, rule), indices in keyed.items():
-        ordered = sorted(indices, key=lambda index: (items[index].group, -index))
-        wholes = {items[index].whole for index in ordered}
-        assert len(wholes) == 1, f"{rule}: some are whole, some are not"
-        place = _place_whole if wholes == {True} else _place
-        slots, buckets = place(items, ordered, data_size, bucket_size)
+        ordered = sorted(indices, key=lambda index: (items[index].group.name, -index))
+        if shares > 1 and items[indices[0]].group.needs_whole:
+            slots, buckets = _place_whole(items, ordered, shares, bucket_size)
+        else:
+            slots, buckets = _place(items, ordered, data_size, bucket_size)
         segments = _segments(items, slots)
         plans.append(BufferPlan(key, slots, segments, buckets, buckets[-1][1], rule))
     return plans
@@ -139,21 +153,21 @@ def _place(
 
 
 def _place_whole(
-    items: Sequence[Item], ordered: Sequence[int], data_size: int, bucket_size: int | None
+    items: Sequence[Item], ordered: Sequence[int], count: int, bucket_size: int | None
 ) -> _Places:
-    """Deal parameters to the shares of each bucket, so that no share's bound cuts one."""
+    """Deal parameters to ``count`` shares of each bucket, so that no share's bound cuts one."""
     sizes = [round_up(items[index].numel, ALIGNMENT) for index in ordered]
     slots: list[Slot] = []
     buckets: list[Range] = []
     bucket_start = 0
-    for batch in packing.batches(sizes, data_size, bucket_size):
-        capacity, shares = packing.pack(sizes[batch.start : batch.stop], data_size)
-        position = [bucket_start + share * capacity for share in range(data_size)]
+    for batch in packing.batches(sizes, count, bucket_size):
+        capacity, shares = packing.pack(sizes[batch.start : batch.stop], count)
+        position = [bucket_start + share * capacity for share in range(count)]
         for number, share in zip(batch, shares, strict=True):
             item, start = items[ordered[number]], position[share]
             slots.append(Slot(ordered[number], item.name, start, start + item.numel))
             position[share] += sizes[number]
-        buckets.append((bucket_start, bucket_start + capacity * data_size))
+        buckets.append((bucket_start, bucket_start + capacity * count))
         bucket_start = buckets[-1][1]
     return tuple(sorted(slots, key=lambda slot: slot.start)), tuple(buckets)
 
@@ -162,7 +176,7 @@ def _segments(items: Sequence[Item], slots: Sequence[Slot]) -> tuple[tuple[str, 
     """Return the runs of slots of one group."""
     runs: list[tuple[str, Range]] = []
     for slot in slots:
-        group = items[slot.index].group
+        group = items[slot.index].group.name
         if runs and runs[-1][0] == group:
             runs[-1] = (group, (runs[-1][1][0], slot.stop))
         else:

@@ -18,6 +18,7 @@ class Adam:
     """The update rule of ``--optimizer adam``."""
 
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    needs_whole = False
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1, self.beta2 = config.adam_beta1, config.adam_beta2

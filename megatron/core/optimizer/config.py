@@ -2,15 +2,26 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, check_at_least, flag_of, option
+from megatron.core.config import (
+    Config,
+    check_above,
+    check_at_least,
+    check_at_most,
+    flag_of,
+    option,
+)
+from megatron.core.optimizer.overrides import Override, read_override
 from megatron.core.utils import UserError
+
+MOST_STEPS = 100
+"""Newton-Schulz iterations that still make sense."""
 
 
 class OptimizerConfig(Config):
     """The update rule and what is done to the gradient before it."""
 
-    optimizer: Literal["adam", "sgd"] = option("adam")
-    """Update rule."""
+    optimizer: Literal["adam", "sgd", "muon", "lion"] = option("adam")
+    """Update rule; muon is for matrices and leaves the rest to --muon-scalar-optimizer."""
 
     weight_decay: float = option(0.01)
     """Decay coefficient of matrices and embeddings; biases and norms are not decayed."""
@@ -20,6 +31,12 @@ class OptimizerConfig(Config):
 
     decoupled_weight_decay: bool = option(True)
     """Shrink weights beside Adam's step (AdamW); off, add the decay to the gradient (L2)."""
+
+    decoupled_lr: float | None = option(None)
+    """Peak learning rate of embedding and output head; that of all others when absent."""
+
+    decoupled_min_lr: float | None = option(None)
+    """Learning rate of embedding and output head at the end of the decay; --min-lr when absent."""
 
     clip_grad: float = option(1.0)
     """Largest global gradient norm; a larger gradient is scaled down to it, 0 turns this off."""
@@ -36,16 +53,80 @@ class OptimizerConfig(Config):
     sgd_momentum: float = option(0.9)
     """Momentum of SGD."""
 
+    lion_beta1: float = option(0.95)
+    """Weight of Lion's momentum in the sign that it steps by."""
+
+    lion_beta2: float = option(0.98)
+    """Decay of Lion's momentum."""
+
+    muon_momentum: float = option(0.9)
+    """Decay of Muon's momentum."""
+
+    muon_nesterov: bool = option(False)
+    """Look ahead by the momentum (Nesterov) before an update is made orthogonal."""
+
+    muon_split_qkv: bool = option(True, aliases={"--muon-no-split-qkv": False})
+    """Make queries, keys and values orthogonal each on its own, not as one matrix."""
+
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option("spectral")
+    """Factor of an orthogonal update [M, N]: sqrt(max(M, N)), sqrt(M / N), sqrt(max(1, M / N))."""
+
+    muon_extra_scale_factor: float = option(1.0)
+    """Factor of orthogonal updates beside that; 0.2 with spectral makes them as large as Adam's."""
+
+    muon_coefficient_type: Literal["quintic", "simple", "polar_express", "cans", "aol"] = option(
+        "quintic"
+    )
+    """Coefficients of the Newton-Schulz iterations."""
+
+    muon_num_ns_steps: int = option(5)
+    """Newton-Schulz iterations."""
+
+    muon_fp32_matmul_prec: Literal["medium", "high"] = option("medium")
+    """Precision of the products in them: medium is bfloat16, high is fp32."""
+
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = option("duplicated")
+    """How a matrix that is cut over tensor-parallel ranks is made orthogonal: each its part by
+    itself (blockwise), all of it on each rank, or all of it together."""
+
+    muon_scalar_optimizer: Literal["adam", "lion"] = option("adam")
+    """Update rule of embeddings, head, biases and norms beside Muon."""
+
+    param_group_overrides: tuple[str, ...] = option(())
+    """Settings of parameters by name: PATTERN:lr_mult=0.5,wd_mult=0,optimizer=adam. The first
+    pattern that a name matches holds; * stands for any text."""
+
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "weight_decay", "clip_grad")
+        check_at_least(self, 0, "weight_decay", "clip_grad", "decoupled_lr", "decoupled_min_lr")
         # Weights that never get a gradient would otherwise become 0 / 0.
-        if not self.adam_eps > 0:
-            raise UserError(f"--adam-eps ({self.adam_eps}) must be above 0")
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        check_above(self, 0, "adam_eps", "muon_extra_scale_factor")
+        check_at_least(self, 1, "muon_num_ns_steps")
+        check_at_most(self, MOST_STEPS, "muon_num_ns_steps")
+        momenta = ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2")
+        for name in (*momenta, "muon_momentum"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 flag = flag_of(OptimizerConfig, name)
                 raise UserError(f"{flag} ({value}) must be at least 0 and below 1")
+        for text in self.param_group_overrides:
+            override = read_override(text)
+            if override.rule is not None and override.rule not in self.rules:
+                raise UserError(
+                    f"--param-group-overrides {text}: --optimizer {self.optimizer} has the rules "
+                    f"{' and '.join(self.rules)}, not {override.rule}"
+                )
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Return the update rules of a run: that of matrices first, where they have their own."""
+        if self.optimizer == "muon":
+            return ("muon", self.muon_scalar_optimizer)
+        return (self.optimizer,)
+
+    @property
+    def overrides(self) -> tuple[Override, ...]:
+        """Return the settings of parameters by name."""
+        return tuple(map(read_override, self.param_group_overrides))
 
 
 class ScheduleConfig(Config):

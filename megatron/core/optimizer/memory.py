@@ -14,11 +14,15 @@ from megatron.core.utils import divide
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def state_bytes(config: OptimizerConfig, precision: PrecisionConfig) -> int:
-    """Return the bytes of what the update rule keeps for each parameter."""
-    if config.optimizer == "adam":
+def state_bytes(rule: str, config: OptimizerConfig, precision: PrecisionConfig) -> int:
+    """Return the bytes of what an update rule keeps for each parameter."""
+    if rule == "adam":
         return sum(BYTES[dtype] for dtype in precision.state_dtypes.values())
-    return BYTES[precision.accumulation_dtype] if config.sgd_momentum else 0
+    if rule == "lion":
+        return BYTES[precision.state_dtypes["exp_avg"]]
+    assert rule in ("muon", "sgd"), rule
+    has_momentum = rule == "muon" or config.sgd_momentum
+    return BYTES[precision.accumulation_dtype] if has_momentum else 0
 
 
 def predict(
@@ -46,5 +50,7 @@ def predict(
         "weights": weights * BYTES[precision.params_dtype],
         "gradients": gradients * BYTES[precision.grad_dtype],
         "masters": share * BYTES[precision.main_dtype] if has_masters else 0,
-        "states": share * state_bytes(config, precision),
+        "states": sum(
+            divide(plan.size, shares) * state_bytes(plan.rule, config, precision) for plan in plans
+        ),
     }

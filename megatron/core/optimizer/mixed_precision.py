@@ -9,7 +9,7 @@ a piece at a time, updated and rounded back, so that the wide copies stay small.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -111,18 +111,31 @@ def update(rule: UpdateRule, ranges: Ranges, step: Step, computing: torch.dtype)
     if all(tensor.dtype == computing for tensor in kept):
         rule.update(ranges, step)
         return
+    for number, part, members in _portions(rule, ranges):
+        main, grad = ranges.parameters[number][part], ranges.grads[number][part]
+        states = {name: pieces[number][part] for name, pieces in ranges.states.items()}
+        wide = Ranges(
+            [main.to(computing)],
+            [grad.to(computing)],
+            {name: [state.to(computing)] for name, state in states.items()},
+            members,
+        )
+        rule.update(wide, step)
+        main.copy_(wide.parameters[0])
+        for name, state in states.items():
+            state.copy_(wide.states[name][0])
+
+
+def _portions(rule: UpdateRule, ranges: Ranges) -> Iterator[tuple[int, slice, tuple[Member, ...]]]:
+    """Yield what is widened at once: (number of the range, part of it, members there).
+
+    A rule that takes whole matrices gets one at a time, others do not look at members.
+    """
+    if rule.needs_whole:
+        for member in ranges.members:
+            place = slice(0, member.place.stop - member.place.start)
+            yield member.range, member.place, (replace(member, range=0, place=place),)
+        return
     for number, parameter in enumerate(ranges.parameters):
         for start in range(0, parameter.numel(), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
-            main, grad = parameter[part], ranges.grads[number][part]
-            states = {name: pieces[number][part] for name, pieces in ranges.states.items()}
-            wide = Ranges(
-                [main.to(computing)],
-                [grad.to(computing)],
-                {name: [state.to(computing)] for name, state in states.items()},
-                (),
-            )
-            rule.update(wide, step)
-            main.copy_(wide.parameters[0])
-            for name, state in states.items():
-                state.copy_(wide.states[name][0])
+            yield number, slice(start, start + AT_ONCE), ()

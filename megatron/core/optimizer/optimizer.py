@@ -13,6 +13,7 @@ to know, and only then waits for the device. `scaler` is the caller's too: the o
 and its state, and never looks at it.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm
+from megatron.core import comm, sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.buffers import Member
 from megatron.core.distributed.config import DataParallelConfig
@@ -29,14 +30,17 @@ from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer import clip, groups
 from megatron.core.optimizer.adam import Adam
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.groups import Entry, Group, Rates
+from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.mixed_precision import Dtypes, Shard, update
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.sgd import SGD
 from megatron.core.optimizer.update import Step, UpdateRule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.sharding import Sharding
 
-RULES: dict[str, type[Adam] | type[SGD]] = {"adam": Adam, "sgd": SGD}
+RULES: dict[str, type[Adam | SGD | Lion]] = {"adam": Adam, "sgd": SGD, "lion": Lion}
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,17 @@ class Optimizer:
     ) -> None:
         self.config, self.data_parallel, self.mesh = config, data_parallel, mesh
         self.dtypes, self.scaler = dtypes, scaler
-        self._rule: UpdateRule = RULES[config.optimizer](config)
-        buffers = data_parallel.buffers
-        self.shards = [Shard(buffer, self._rule.state_names, dtypes) for buffer in buffers]
+        self._rules: dict[str, UpdateRule] = {n: _rule(n, config, mesh) for n in config.rules}
+        self.shards = [
+            Shard(buffer, self._rules[buffer.plan.rule].state_names, dtypes)
+            for buffer in data_parallel.buffers
+        ]
+        self._learn_parts()
+        group_of = groups.grouping(config)
+        self._groups: dict[str, Group] = {}
+        for parameter in (p for buffer in data_parallel.buffers for p in buffer.parameters):
+            group = group_of(sharding.of(parameter))
+            self._groups[group.name] = group
         self._step = torch.zeros((), dtype=torch.float32, device=mesh.device)
         # Replicas hold the same gradients: one of them counts.
         self._owned: list[list[tuple[int, slice]]] = []
@@ -100,6 +112,26 @@ class Optimizer:
             ranges = buffer.owned_ranges(mesh)
             self._owned_numel += sum(part.stop - part.start for _, part in buffer.cut(ranges))
             self._owned.append(buffer.cut(layout.bridge_gaps(ranges, buffer.plan)))
+
+    def _learn_parts(self) -> None:
+        """Let Muon learn what peers hold of its matrices; a collective over ``tp``."""
+        for name, rule in self._rules.items():
+            if isinstance(rule, Muon):
+                mine = [shard for shard in self.shards if shard.buffer.plan.rule == name]
+                rule.prepare(member for shard in mine for _, member in shard.members())
+
+    def describe(self) -> list[str]:
+        """Return one line per group of the whole model's parameters; a collective over ``pp``.
+
+        Raises:
+            UserError: a pattern of --param-group-overrides fits no parameter.
+        """
+        group_of = groups.grouping(self.config)
+        records = [sharding.of(p) for b in self.data_parallel.buffers for p in b.parameters]
+        mine = [Entry(r.name, group_of(r), math.prod(r.shape)) for r in records]
+        everyone = [entry for held in comm.gather_objects(mine, self.mesh.pp) for entry in held]
+        groups.check_overrides(self.config, [entry.name for entry in everyone])
+        return groups.describe(everyone)
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
@@ -112,6 +144,7 @@ class Optimizer:
         *,
         lr: float,
         weight_decay: float,
+        decoupled_lr: float | None = None,
         count_zeros: bool = False,
     ) -> Update:
         """Update every weight from ``gradient_scale`` times its summed gradient.
@@ -123,6 +156,7 @@ class Optimizer:
             gradient_scale: positive, such as one over the number of tokens and the loss scale.
             lr: learning rate of this step.
             weight_decay: decay of the groups that are decayed.
+            decoupled_lr: rate of embedding and output head; None: that of all others.
             count_zeros: count the gradient's zeros too.
         """
         norm, num_zeros = self._measure(gradient_scale, count_zeros)
@@ -132,12 +166,14 @@ class Optimizer:
         # A refused gradient stays as it is, so that one can look which element is to blame.
         scale = torch.where(finite, factor * gradient_scale, 1.0)
         self._step += 1 - found
-        options = groups.settings(lr, weight_decay)
+        rates = Rates(lr, weight_decay, decoupled_lr)
         for shard in self.shards:
             inverse = self._apply_scale(shard, scale)
+            rule = self._rules[shard.buffer.plan.rule]
             for group, ranges in shard.groups:
-                how = Step(options[group], self._step, inverse, found)
-                update(self._rule, ranges, how, self.dtypes.computing)
+                settings = self._groups[group].settings(rates)
+                how = Step(settings, self._step, inverse, found)
+                update(rule, ranges, how, self.dtypes.computing)
             shard.publish()
         self.data_parallel.publish_weights()
         return Update(norm, found, num_zeros)
@@ -235,6 +271,10 @@ def _state(kind: str, member: Member, tensor: Tensor) -> StateTensor:
         stop=member.stop,
         tensor=tensor,
     )
+
+
+def _rule(name: str, config: OptimizerConfig, mesh: Mesh) -> UpdateRule:
+    return Muon(config, mesh) if name == "muon" else RULES[name](config)
 
 
 def build_optimizer(

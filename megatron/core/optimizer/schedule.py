@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.core.config import flag_of
 from megatron.core.optimizer.config import ScheduleConfig
+from megatron.core.optimizer.groups import Rates
 from megatron.core.utils import UserError
 
 Unit = Literal["iterations", "samples"]
@@ -54,6 +55,35 @@ class Schedule:
     weight_decay_style: str
     length: int
     """Length of the run: the weight decay grows until here."""
+    decoupled_lr: float | None = None
+    """Peak of embedding and output head; None: that of all others."""
+    decoupled_min_lr: float | None = None
+
+    def rates(self, progress: Progress) -> Rates:
+        """Return the rates and the weight decay of the iteration that starts at ``progress``."""
+        return self.rates_at(getattr(progress, self.unit))
+
+    def rates_at(self, position: int) -> Rates:
+        """Return the rates and the weight decay after ``position`` units."""
+        apart = self.decoupled
+        return Rates(
+            self.learning_rate_at(position),
+            self.weight_decay_at(position),
+            None if apart is None else apart.learning_rate_at(position),
+        )
+
+    @property
+    def decoupled(self) -> "Schedule | None":
+        """Return the schedule of embedding and output head, where they have their own."""
+        if self.decoupled_lr is None or self.decoupled_min_lr is None:
+            return None
+        return dataclasses.replace(
+            self,
+            lr=self.decoupled_lr,
+            min_lr=self.decoupled_min_lr,
+            decoupled_lr=None,
+            decoupled_min_lr=None,
+        )
 
     def learning_rate(self, progress: Progress) -> float:
         """Return the learning rate of the iteration that starts at ``progress``."""
@@ -93,10 +123,9 @@ class Schedule:
             return end
         return start + (end - start) * (1 - _fall(self.weight_decay_style, position / self.length))
 
-    def curve(self, points: int = 5) -> list[tuple[int, float, float]]:
-        """Return (position, learning rate, weight decay) at evenly spaced points of the run."""
-        positions = [round(i * self.length / (points - 1)) for i in range(points)]
-        return [(p, self.learning_rate_at(p), self.weight_decay_at(p)) for p in positions]
+    def points(self, count: int = 5) -> list[int]:
+        """Return evenly spaced positions of the run."""
+        return [round(i * self.length / (count - 1)) for i in range(count)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the schedule as a checkpoint stores it."""
@@ -126,12 +155,22 @@ def build_schedule(
     *,
     train_iters: int | None = None,
     train_samples: int | None = None,
+    decoupled_lr: float | None = None,
+    decoupled_min_lr: float | None = None,
 ) -> Schedule:
     """Return the schedule of a run of ``train_iters`` iterations or ``train_samples`` samples.
 
+    Args:
+        config: curves and lengths.
+        weight_decay: where it is constant.
+        train_iters: length in iterations, or
+        train_samples: in samples.
+        decoupled_lr: peak of embedding and output head, if they have their own.
+        decoupled_min_lr: and its end; absent, that of all others.
+
     Raises:
         UserError: --lr is absent, a length is in the unit that the run is not counted in, or the
-            lengths do not fit each other.
+            lengths or rates do not fit each other.
     """
     if config.lr is None:
         raise UserError("--lr is required to train; give the peak learning rate, such as --lr 3e-4")
@@ -158,6 +197,10 @@ def build_schedule(
     start = weight_decay if constant else config.start_weight_decay
     end = weight_decay if constant else config.end_weight_decay
     assert start is not None and end is not None, "ScheduleConfig requires both"
+    if decoupled_lr is None:
+        decoupled_min_lr = None
+    else:
+        decoupled_min_lr = _decoupled_end(config, decoupled_lr, decoupled_min_lr)
     return Schedule(
         unit=unit,
         lr=config.lr,
@@ -172,7 +215,23 @@ def build_schedule(
         end_weight_decay=end,
         weight_decay_style=config.weight_decay_incr_style,
         length=max(length, 1),
+        decoupled_lr=decoupled_lr,
+        decoupled_min_lr=decoupled_min_lr,
     )
+
+
+def _decoupled_end(config: ScheduleConfig, peak: float, end: float | None) -> float:
+    """Return where the rate of embedding and head ends, checked like that of all others."""
+    name = "--decoupled-min-lr"
+    if end is None:
+        end, name = config.min_lr, "--min-lr, since there is no --decoupled-min-lr"
+    if not peak >= end:
+        raise UserError(f"--decoupled-lr ({peak}) must be at least where it ends ({end}: {name})")
+    if not config.lr_warmup_init <= peak:
+        raise UserError(
+            f"--lr-warmup-init ({config.lr_warmup_init}) must be at most --decoupled-lr ({peak})"
+        )
+    return end
 
 
 def _check_unit(config: ScheduleConfig, unit: Unit) -> None:
@@ -215,7 +274,7 @@ def differences(stored: Schedule, current: Schedule) -> list[str]:
     if "WSD" not in (stored.decay_style, current.decay_style):
         idle |= {"wsd_decay", "wsd_decay_style"}
     if stored.decay_style == current.decay_style == "constant":
-        idle |= {"decay", "min_lr"}
+        idle |= {"decay", "min_lr", "decoupled_min_lr"}
     pairs = [
         (item.name, getattr(stored, item.name), getattr(current, item.name))
         for item in dataclasses.fields(Schedule)
@@ -248,11 +307,19 @@ def choose(
 def describe_change(old: Schedule, new: Schedule) -> list[str]:
     """Return lines that show both curves at five points of the new run."""
     lines = [f"{new.unit:>12} | {'old rate':>12} -> {'new rate':>12} | old -> new weight decay"]
-    for position, lr, decay in new.curve():
-        before = old.learning_rate_at(position), old.weight_decay_at(position)
+    for position in new.points():
+        before, after = old.rates_at(position), new.rates_at(position)
         if old.unit != new.unit:
-            before = (math.nan, math.nan)
+            before = Rates(math.nan, math.nan)
+        ends = ""
+        if not before.decoupled_lr == after.decoupled_lr is None:
+            # A schedule without such a rate has the common one there.
+            first, second = (
+                r.lr if r.decoupled_lr is None else r.decoupled_lr for r in (before, after)
+            )
+            ends = f" | embedding and head {first:.6e} -> {second:.6e}"
         lines.append(
-            f"{position:>12} | {before[0]:>12.6e} -> {lr:>12.6e} | {before[1]:g} -> {decay:g}"
+            f"{position:>12} | {before.lr:>12.6e} -> {after.lr:>12.6e} | "
+            f"{before.weight_decay:g} -> {after.weight_decay:g}{ends}"
         )
     return lines

@@ -13,6 +13,7 @@ class SGD:
     """The update rule of ``--optimizer sgd``."""
 
     state_names: tuple[str, ...]
+    needs_whole = False
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.momentum = config.sgd_momentum

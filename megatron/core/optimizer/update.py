@@ -56,6 +56,8 @@ class UpdateRule(Protocol):
     """How ranges are updated from their gradients."""
 
     state_names: tuple[str, ...]
+    needs_whole: bool
+    """The parts of parameters that it gets must be whole ones; it looks at `Ranges.members`."""
 
     def update(self, ranges: Ranges, step: Step) -> None:
         """Update parameters and states in place; gradients may be scaled in place.

@@ -18,7 +18,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer import schedule as schedules
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
-from megatron.core.utils import Say
+from megatron.core.utils import Say, UserError
 from megatron.training.config import CheckpointConfig
 
 
@@ -70,6 +70,14 @@ def follow(
         return run.schedule
     stored = Schedule.from_json(facts["schedule"])
     use_stored = config.use_checkpoint_opt_param_scheduler
+    if use_stored and (stored.decoupled_lr is None) != (run.schedule.decoupled_lr is None):
+        there = "has no" if stored.decoupled_lr is None else "has a"
+        raise UserError(
+            f"--use-checkpoint-opt_param-scheduler: the checkpoint's schedule {there} rate of its "
+            "own for embedding and head, so that parameters are grouped otherwise: "
+            + ("drop" if stored.decoupled_lr is None else "give")
+            + " --decoupled-lr"
+        )
     chosen = schedules.choose(
         stored,
         run.schedule,

@@ -13,12 +13,16 @@ from typing import NamedTuple
 
 from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers, unit_of
 from megatron.core.grid import key_value_sharers
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.groups import Traits, grouping
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training.config import RunConfig
 from megatron.training.plan import accounting_mla
 
+TOKEN_VECTORS = "embedding.word_embeddings.weight"
+"""Name of the embedding, and of a head that is tied to it."""
 BACKWARD_AND_FORWARD = 3
 """A backward pass multiplies twice as much as the forward: for inputs and for weights."""
 
@@ -45,6 +49,19 @@ class ParameterShape:
     def numel(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def traits(self) -> Traits:
+        """Return what the parameter's record says of it to optimizer groups."""
+        is_end = self.kind in ("word embedding", "output head")
+        return Traits(
+            # A tied head is named after the embedding.
+            name=TOKEN_VECTORS if self.kind == "output head" and self.tied else self.name,
+            decay=len(self.shape) > 1,
+            matrix=len(self.shape) > 1 and not (is_end or self.kind == "position embedding"),
+            qk_norm=self.qk_norm,
+            embedding=is_end,
+        )
 
 
 def stage_parameters(
@@ -189,10 +206,15 @@ def _mlp(
 def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
     """Return the parameters of the whole model by kind, for a vocabulary of ``rows`` rows."""
     counts: Counter[str] = Counter()
-    whole = Stage(range(model.num_layers), num_mtp_layers=model.mtp.depths)
-    for parameter in stage_parameters(model, rows, whole):
+    for parameter in all_parameters(model, rows):
         counts[parameter.kind] += parameter.numel
     return dict(counts)
+
+
+def all_parameters(model: TransformerConfig, rows: int) -> Iterator[ParameterShape]:
+    """Yield the parameters of the whole model, for a vocabulary of ``rows`` rows."""
+    whole = Stage(range(model.num_layers), num_mtp_layers=model.mtp.depths)
+    return stage_parameters(model, rows, whole)
 
 
 def parameter_count(model: TransformerConfig, rows: int) -> int:
@@ -234,44 +256,53 @@ class BufferKey(NamedTuple):
 
 
 def buffer_items(
-    parameters: Sequence[ParameterShape], *, decays_qk_norms: bool = False, by_unit: bool = False
+    parameters: Sequence[ParameterShape],
+    optimizer: OptimizerConfig | None = None,
+    *,
+    by_unit: bool = False,
 ) -> list[Item]:
     """Return parameters as what buffers are planned from; the same ones share a buffer in a run.
 
     Args:
         parameters: of one chunk of the model, in its order.
-        decays_qk_norms: these gains are in the optimizer's group of what is decayed. Groups order
-            a buffer, which moves the bounds of its buckets.
+        optimizer: whose groups order and part buffers; the default one when absent.
         by_unit: each unit of the model has buffers of its own.
     """
-    items = []
+    items, group_of = [], grouping(optimizer or OptimizerConfig.resolve())
     for p in parameters:
         unit = unit_of(p.name) if by_unit else ""
         key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied, unit)
-        decays = len(p.shape) > 1 or (p.qk_norm and decays_qk_norms)
-        items.append(Item(p.name, p.numel, key, "decay" if decays else "no_decay"))
+        items.append(Item(p.name, p.numel, key, group_of(p.traits)))
     return items
+
+
+def chunk_parameters(
+    config: RunConfig, padded_rows: int, pp_rank: int, tp: int | None = None
+) -> list[list[ParameterShape]]:
+    """Return the parameters of a rank of the pipeline, for each chunk of the model.
+
+    Args:
+        config: the run.
+        padded_rows: rows of the vocabulary, padding included.
+        pp_rank: its coordinate.
+        tp: tensor-parallel ranks; the run's when absent.
+    """
+    parallel, stages = config.parallel, config.stages
+    ways = parallel.tensor_model_parallel_size if tp is None else tp
+    parted = parallel.sequence_parallel
+    return [
+        [*stage_parameters(config.model, padded_rows, stages[at], ways, sequence_parallel=parted)]
+        for at in config.placement.positions(pp_rank)
+    ]
 
 
 def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:
     """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
-    parallel, chunks, stages = config.parallel, [], config.stages
-    replicas = config.data_parallel_size * parallel.context_parallel_size
-    for position in config.placement.positions(pp_rank):
-        held = list(
-            stage_parameters(
-                config.model,
-                padded_rows,
-                stages[position],
-                parallel.tensor_model_parallel_size,
-                sequence_parallel=parallel.sequence_parallel,
-            )
-        )
-        items = buffer_items(
-            held,
-            decays_qk_norms=config.optimizer.apply_wd_to_qk_layernorm,
-            by_unit=config.replicas.shards_gradients and config.shares > 1,
-        )
+    chunks = []
+    replicas = config.data_parallel_size * config.parallel.context_parallel_size
+    by_unit = config.replicas.shards_gradients and config.shares > 1
+    for held in chunk_parameters(config, padded_rows, pp_rank):
+        items = buffer_items(held, config.optimizer, by_unit=by_unit)
         size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
-        chunks.append(plan_buffers(items, replicas, size))
+        chunks.append(plan_buffers(items, replicas, size, shares=config.shares))
     return chunks

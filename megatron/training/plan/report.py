@@ -4,10 +4,11 @@ Nothing here touches a device. Of the data, index files are read where they exis
 the tokenizer is loaded where its files exist, to tell the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from megatron.core.optimizer import groups
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -48,6 +49,7 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
         "batches": _batches(config),
         "data": _data(config),
         "learning rate": _learning_rate(config),
+        "optimizer groups": _groups(config, vocabulary),
         "operations": _operations(config, vocabulary),
         "communication": traffic.lines(config, vocabulary.padded_rows),
         memory: _memory(config, vocabulary, run.invocation.dry_run_memory),
@@ -205,11 +207,26 @@ def _learning_rate(config: RunConfig) -> Iterator[str]:
         return
     schedule = config.learning_schedule
     yield f"{schedule.decay_style}, counted in {schedule.unit}"
-    for position, rate, decay in schedule.curve(CURVE_POINTS):
-        yield f"  after {position:>13,}: {rate:.6e}, weight decay {decay:g}"
+    for position in schedule.points(CURVE_POINTS):
+        rates = schedule.rates_at(position)
+        apart = rates.decoupled_lr
+        ends = "" if apart is None else f", embedding and head {apart:.6e}"
+        yield f"  after {position:>13,}: {rates.lr:.6e}{ends}, weight decay {rates.weight_decay:g}"
     yield (
         f"warm-up ends after {schedule.warmup:,}, decay after {schedule.decay:,} {schedule.unit}"
     )
+
+
+def _groups(config: RunConfig, vocabulary: PlannedVocabulary) -> Sequence[str]:
+    if config.training.skip_train:
+        return ()
+    group_of = groups.grouping(config.optimizer)
+    entries = [
+        groups.Entry(parameter.traits.name, group_of(parameter.traits), parameter.numel)
+        for parameter in accounting.all_parameters(config.model, vocabulary.rows)
+    ]
+    groups.check_overrides(config.optimizer, [entry.name for entry in entries])
+    return groups.describe(entries)
 
 
 def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:

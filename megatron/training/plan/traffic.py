@@ -15,6 +15,7 @@ from megatron.core.utils import human_bytes
 from megatron.training.config import RunConfig
 from megatron.training.plan.traffic_passes import Book, Costs, add_passes
 from megatron.training.plan.traffic_shares import add_gathers, add_sums
+from megatron.training.plan.traffic_updates import add_updates
 
 FP64 = 8
 TOTALS = 8
@@ -88,6 +89,8 @@ def expected(
     not gathered again, and cross entropy makes its two calls for every piece, forward and backward:
     as many bytes in each direction.
 
+    Muon moves what `traffic_updates` says.
+
     Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
     checkpoints, evaluation.
 
@@ -96,11 +99,13 @@ def expected(
         padded_rows: rows of the vocabulary, padding included.
         num_microbatches: of a replica.
         coordinates: of the rank, by axis; only ``pp`` makes a difference, and where optimizer
-            states are shared out and query groups are shared by ranks, ``dp`` and ``cp``.
+            states are shared out and query groups are shared by ranks, or matrices by Muon,
+            ``dp`` and ``cp``.
     """
     book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=True)
     add_sums(book, config, padded_rows, num_microbatches, coordinates)
+    add_updates(book, config, padded_rows, coordinates)
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:

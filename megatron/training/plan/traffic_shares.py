@@ -49,7 +49,7 @@ def add_sums(
             if not replicas.shards_weights:
                 weights = BYTES[config.precision.params_dtype]
                 book.add(axis, "all_gather", (stop - start) * weights)
-        _add_regions(book, config, plan, _share(config, coordinates))
+        _add_regions(book, config, plan, share_of(config, coordinates))
     add_gathers(book, config, padded_rows, count, coordinates["pp"], trains=True)
 
 
@@ -73,7 +73,7 @@ def _axis(config: RunConfig) -> str:
     return "dp_inner" if config.replicas.num_distributed_optimizer_instances > 1 else "dp_cp"
 
 
-def _share(config: RunConfig, coordinates: Mapping[str, int]) -> int:
+def share_of(config: RunConfig, coordinates: Mapping[str, int]) -> int:
     """Return which share a rank has: ``cp`` varies faster than ``dp`` along ``dp_cp``."""
     along_cp = config.parallel.context_parallel_size
     place = coordinates.get("dp", 0) * along_cp + coordinates.get("cp", 0)

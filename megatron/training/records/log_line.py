@@ -21,6 +21,7 @@ class Interval:
     elapsed_ms: float
     """Mean per iteration."""
     learning_rate: float
+    decoupled_learning_rate: float | None = None
     global_batch_size: int
     losses: Mapping[str, float]
     """Means over the interval's iterations that were not skipped; NaN when all were."""
@@ -49,10 +50,10 @@ def training_line(now: datetime, interval: Interval) -> str:
     fields.append(f" elapsed time per iteration (ms): {interval.elapsed_ms:.1f}")
     if interval.throughput is not None:
         fields.append(f" throughput per GPU (TFLOP/s/GPU): {interval.throughput:.1f}")
-    fields += [
-        f" learning rate: {interval.learning_rate:.6E}",
-        f" global batch size: {interval.global_batch_size:5d}",
-    ]
+    fields.append(f" learning rate: {interval.learning_rate:.6E}")
+    if interval.decoupled_learning_rate is not None:
+        fields.append(f" decoupled learning rate: {interval.decoupled_learning_rate:.6E}")
+    fields.append(f" global batch size: {interval.global_batch_size:5d}")
     fields += [f" {name}: {value:.6E}" for name, value in interval.losses.items()]
     fields.append(f" loss scale: {interval.loss_scale:.1f}")
     if interval.grad_norm is not None:

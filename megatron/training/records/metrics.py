@@ -33,6 +33,8 @@ class Iteration:
     samples: range
     """Numbers of the samples of this iteration."""
     learning_rate: Number
+    decoupled_learning_rate: Number | None = None
+    """Of embedding and output head, where they have their own."""
     losses: Mapping[str, Number]
     """Mean per loss, by its name in a log line (`lm loss`)."""
     grad_norm: Number | None
@@ -180,7 +182,7 @@ class Metrics:
             "left_out": one.left_out,
             "throughput": None if flops is None else flops / 1e12,
         }
-        for name in ("num_zeros", "params_norm"):
+        for name in ("num_zeros", "params_norm", "decoupled_learning_rate"):
             if name in numbers:
                 row[name] = numbers[name]
         row["loss_names"] = {_key(name): name for name in one.losses}
@@ -216,6 +218,7 @@ def summarise(
         skipped_samples=last["skipped_samples"],
         elapsed_ms=math.fsum(row["elapsed_ms"] for row in rows) / len(rows),
         learning_rate=last["learning_rate"],
+        decoupled_learning_rate=last.get("decoupled_learning_rate"),
         global_batch_size=last["global_batch_size"],
         losses=losses,
         loss_scale=last["loss_scale"],
@@ -248,6 +251,7 @@ def _to_host(pending: Sequence[Iteration]) -> list[dict[str, float]]:
     for one in pending:
         numbers: dict[str, Number | None] = {
             "learning_rate": one.learning_rate,
+            "decoupled_learning_rate": one.decoupled_learning_rate,
             "loss_scale": one.loss_scale,
             "grad_norm": one.grad_norm,
             "num_zeros": one.num_zeros,

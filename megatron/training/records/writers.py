@@ -105,6 +105,7 @@ def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
     """Return a training row under the names of TensorBoard and W&B."""
     named = {
         "learning-rate": row["learning_rate"],
+        "decoupled-learning-rate": row.get("decoupled_learning_rate"),
         "batch-size": row["global_batch_size"],
         "loss-scale": row["loss_scale"] if config.log_loss_scale_to_tensorboard else None,
         "grad-norm": row["grad_norm"],

@@ -116,11 +116,13 @@ def train(case: Case, mesh: Mesh) -> Share:
 
     for iteration in range(1, config.total_iterations + 1):
         size, progress = config.batch_sizes.at(consumed), Progress(iteration - 1, consumed)
+        rates = schedule.rates(progress)
         plan = Plan(
             iteration=iteration,
             samples=range(consumed, consumed + size),
-            learning_rate=schedule.learning_rate(progress),
-            weight_decay=schedule.weight_decay(progress),
+            learning_rate=rates.lr,
+            weight_decay=rates.weight_decay,
+            decoupled_learning_rate=rates.decoupled_lr,
         )
         count = size // (micro * mesh.dp.size)
         nominal = step.objective.nominal(size, micro, config.data.seq_length)

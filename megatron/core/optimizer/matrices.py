@@ -1,0 +1,139 @@
+"""Whole matrices out of their parts: what of a matrix a rank holds, and what it is made of.
+
+A matrix may be several in one (`Sharding.fused`), whose rows take turns, and it may be cut over
+tensor-parallel ranks, by rows or by columns. Rows of keys and values may be held by several ranks;
+one of them answers for them in sums.
+
+Shapes: M rows and N columns of a whole matrix; m, n of this rank's part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm, sharding
+from megatron.core.mesh import Mesh
+from megatron.core.sharding import Region, Sharding
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the matrices that a matrix is made of."""
+
+    shape: tuple[int, int]
+    """Of all of it."""
+    rows: Tensor | None
+    """Its rows in the whole matrix; None for all of them."""
+    local_rows: Tensor | None
+    """Its rows in this rank's part; None for all of them."""
+    is_owner: bool
+    """This rank answers for its rows; else it holds a copy of another rank's."""
+
+
+class Matrix:
+    """One matrix as this rank sees it.
+
+    Args:
+        record: of the parameter; its regions cover it.
+        shape: of this rank's part.
+        fused: what to take apart: (name, rows) of each matrix in it; empty for none.
+        mesh: axes and device.
+    """
+
+    def __init__(
+        self,
+        record: Sharding,
+        shape: tuple[int, ...],
+        fused: Sequence[tuple[str, int]],
+        mesh: Mesh,
+    ) -> None:
+        self.record, self.shape, self.mesh = record, shape, mesh
+        self.is_cut = shape != record.shape
+        self.cut_rows = shape[0] != record.shape[0]
+        self.peers: Sequence[tuple[Region, ...]] = ()
+        """Regions of each rank along ``tp``; needed to gather."""
+        self.blocks = self._blocks(fused)
+
+    def _blocks(self, fused: Sequence[tuple[str, int]]) -> list[Block]:
+        rows, columns = self.record.shape
+        owns = self._owned_rows()
+        if not fused:
+            return [Block((rows, columns), None, None, bool(owns.all()))]
+        sizes = torch.tensor([size for _, size in fused])
+        period = int(sizes.sum())
+        assert rows % period == 0, f"{self.record.name}: {rows} rows, {fused}"
+        bounds = sizes.cumsum(0)
+        logical = self._logical_rows()
+        everyone = torch.bucketize(torch.arange(rows) % period, bounds, right=True)
+        mine = everyone[logical]
+        blocks = []
+        for number, (name, size) in enumerate(fused):
+            local_rows = (mine == number).nonzero().flatten()
+            held = set(owns[local_rows].tolist())
+            assert len(held) == 1, f"{self.record.name}: {name} is a copy in part"
+            blocks.append(
+                Block(
+                    (rows // period * size, columns),
+                    (everyone == number).nonzero().flatten().to(self.mesh.device),
+                    local_rows.to(self.mesh.device),
+                    held.pop(),
+                )
+            )
+        return blocks
+
+    def _logical_rows(self) -> Tensor:
+        """Return the row of the whole matrix that each local row is (a part of)."""
+        found = torch.full((self.shape[0],), -1)
+        for region in self.record.regions:
+            (start, stop), (first, last) = region.local[0], region.logical[0]
+            found[start:stop] = torch.arange(first, last)
+        assert (found >= 0).all(), f"{self.record.name} has rows in no region"
+        return found
+
+    def _owned_rows(self) -> Tensor:
+        """Return which local rows this rank answers for in sums over ``tp``."""
+        owns = torch.zeros(self.shape[0], dtype=torch.bool)
+        for region in self.record.regions:
+            start, stop = region.local[0]
+            owns[start:stop] = all(self.mesh[a].coordinate == 0 for a in region.replicated)
+        return owns
+
+    def gather(self, x_mn: Tensor) -> Tensor:
+        """Return the whole matrix of every rank's part."""
+        parts = comm.all_gather(x_mn, self.mesh.tp).view(-1, *self.shape)
+        whole_MN = x_mn.new_empty(self.record.shape)
+        for part_mn, regions in zip(parts, self.peers, strict=True):
+            for region in regions:
+                box = part_mn[sharding.box_slices(region.local)]
+                whole_MN[sharding.box_slices(region.logical)] = box
+        return whole_MN
+
+    def part_of(self, whole_MN: Tensor) -> Tensor:
+        """Return this rank's part of a whole matrix."""
+        part_mn = whole_MN.new_empty(self.shape)
+        for region in self.record.regions:
+            box = whole_MN[sharding.box_slices(region.logical)]
+            part_mn[sharding.box_slices(region.local)] = box
+        return part_mn
+
+    def sum_parts(self, partial: Tensor, block: Block) -> None:
+        """Complete a sum over the rows or columns of a block, in place."""
+        if not block.is_owner:
+            partial.zero_()
+        comm.all_reduce(partial, self.mesh.tp)
+
+
+def learn_peers(matrices: Sequence[Matrix], mesh: Mesh) -> None:
+    """Tell each matrix that is cut what its peers hold; a collective over ``tp``.
+
+    Ranks along the axis hold parts of the same matrices, in one order.
+    """
+    cut = [matrix for matrix in matrices if matrix.is_cut]
+    mine = [(matrix.record.name, matrix.record.regions) for matrix in cut]
+    for matrix, held in zip(
+        cut, zip(*comm.gather_objects(mine, mesh.tp), strict=True), strict=True
+    ):
+        assert {name for name, _ in held} == {matrix.record.name}, held
+        matrix.peers = [regions for _, regions in held]
