@@ -50,6 +50,11 @@ LAYOUTS = {
     "tp4": (4, "--tensor-model-parallel-size 4"),
     "pp2 vpp2 dp2": (4, f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"),
     "cp2 dp2": (4, "--context-parallel-size 2"),
+    # What replicas share out is no part of a layout, nor are words that begin with v.
+    "dp2": (2, "--use-distributed-optimizer --overlap-param-gather"),
+    "dp4": (4, "--use-megatron-fsdp --overlap-grad-reduce"),
+    "tp2 dp2": (4, f"{TP2} --data-parallel-sharding-strategy optim_grads --sequence-parallel"),
+    "dp4 v2-instances": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
 }
 
 
@@ -88,7 +93,7 @@ def assert_equal(found: Path, expected: Path) -> None:
         torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10 * largest)
 
 
-@pytest.mark.parametrize("layout", ["tp2 pp2", "pp2 v", "cp2 dp2"])
+@pytest.mark.parametrize("layout", ["tp2 pp2", "pp2 v", "cp2 dp2", "dp2", "dp4"])
 def test_the_same_layout_goes_on_bit_for_bit_with_dropout(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
@@ -112,6 +117,11 @@ def test_the_same_layout_goes_on_bit_for_bit_with_dropout(
         ("tp4", "pp2 vpp2 dp2"),
         ("pp2 vpp2 dp2", "tp2 pp2"),
         ("serial", "pp2 v"),
+        ("dp2", "serial"),
+        ("tp2 pp2", "dp4"),
+        ("dp4", "tp2 dp2"),
+        ("tp2 dp2", "dp4 v2-instances"),
+        ("dp4 v2-instances", "pp2 v"),
     ],
 )
 def test_another_layout_goes_on_as_one_process(
