@@ -141,7 +141,7 @@ def test_former_values_and_values_that_come_later(capsys: pytest.CaptureFixture[
         "-> --normalization RMSNorm",
         "-> --group-query-attention --num-query-groups 1",
         "-> --swiglu",
-        "--optimizer muon (Adam's states are counted)",
+        "--optimizer soap (Adam's states are counted)",
     ):
         assert new in text
 
