@@ -39,11 +39,17 @@ def initialize(module: nn.Module, seed: int) -> None:
     """
     sharding.name_parameters(module)
     for parameter in module.parameters():
-        record = sharding.of(parameter)
-        parameter.zero_()
-        for region in record.regions:
-            values = _draw(record, region.logical, seed)
-            parameter[sharding.box_slices(region.local)].copy_(values)
+        fill(parameter, seed)
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, seed: int) -> None:
+    """Fill a parameter that has a name, as `initialize` does."""
+    record = sharding.of(parameter)
+    parameter.zero_()
+    for region in record.regions:
+        values = _draw(record, region.logical, seed)
+        parameter[sharding.box_slices(region.local)].copy_(values)
 
 
 def _draw(record: sharding.Sharding, box: sharding.Box, seed: int) -> Tensor:

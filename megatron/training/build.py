@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.optimizer import build_optimizer as from_parts
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tensor_parallel.layers import without_memory
 from megatron.core.tokenizers.vocabulary import Vocabulary
 from megatron.training.config import RunConfig
 from megatron.training.objective import Objective
@@ -41,10 +42,14 @@ def build_chunks(
         mesh: axes and device.
         vocabulary: its sizes on this layout.
         build_model: the program's.
-        draws: draw the initial values; without, weights hold anything.
+        draws: draw the initial values; without, weights hold anything. With
+            ``init_model_with_meta_device`` they have no memory until `build_optimizer` draws them.
     """
     stages, placement = config.stages, config.placement
     mine = [stages[at] for at in placement.positions(mesh.pp.coordinate)]
+    if _fills_late(config):
+        with without_memory():
+            return build_model(config, mesh, vocabulary, mine)
     chunks = build_model(config, mesh, vocabulary, mine)
     if draws:
         for chunk in chunks:
@@ -54,7 +59,19 @@ def build_chunks(
 
 def build_optimizer(config: RunConfig, chunks: Sequence[nn.Module], mesh: Mesh) -> Optimizer:
     """Return the optimizer of a run's chunks, whose parameters move into flat buffers."""
-    return from_parts(config.optimizer, chunks, mesh, config.precision, config.replicas)
+    fill = functools.partial(rng.fill, seed=config.training.seed)
+    return from_parts(
+        config.optimizer,
+        chunks,
+        mesh,
+        config.precision,
+        config.replicas,
+        fill=fill if _fills_late(config) else None,
+    )
+
+
+def _fills_late(config: RunConfig) -> bool:
+    return config.replicas.init_model_with_meta_device and not config.training.skip_train
 
 
 def build_passes(

@@ -57,7 +57,8 @@ LAYOUTS = {
         cp2; cp2 all_gather; cp2 a2a; cp4 a2a+p2p
         dp2; dp3; dp4 overlap --ddp-bucket-size 900; dp2 overlap --ddp-num-buckets 3
         dp3 optim; dp4 optim overlap --ddp-bucket-size 900 --overlap-param-gather
-        dp2 optim_grads; dp3 optim_grads_params; dp4 optim_grads_params overlap
+        dp2 optim_grads
+        dp3 optim_grads_params --init-model-with-meta-device; dp4 optim_grads_params overlap
         dp4 optim --num-distributed-optimizer-instances 2; cp2 optim_grads overlap
         dp4 optim_grads_params --num-distributed-optimizer-instances 2
         pp2 zb-h1 dp2 optim_grads overlap; pp2 zb-v dp2 optim --overlap-param-gather

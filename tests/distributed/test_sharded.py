@@ -7,15 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm, sharding
+from megatron.core import comm, rng, sharding
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.layout import unit_of
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init
-from megatron.core.tensor_parallel.layers import WholeLinear
+from megatron.core.tensor_parallel.layers import WholeLinear, without_memory
+from megatron.core.transformer.config import TransformerConfig
 from tests.harness import Pool
 
 WIDTH, LAYERS = 16, 4
@@ -254,3 +258,39 @@ def test_a_weight_that_is_not_there_is_not_read(pool: Pool) -> None:
     assert (
         pool.run(2, weights_that_are_gone) == ["a unit of the model was not called as a module"] * 2
     )
+
+
+def late_values(rank: int) -> tuple[bool, bool]:
+    """Build a model without memory: whether one unit at a time had some, and whether it is equal."""
+    config = TransformerConfig.resolve(
+        num_layers=4, hidden_size=16, num_attention_heads=2, max_position_embeddings=8
+    )
+    mesh = Mesh.create(ParallelConfig.resolve(), torch.device("cpu"))
+    alive: list[set[str]] = []
+
+    def built(model: GPTModel) -> DataParallel:
+        def fill(parameter: nn.Parameter) -> None:
+            there = [p for p in model.parameters() if p.numel() and sharding.is_there(p)]
+            alive.append({unit_of(sharding.of(p).name) for p in there})
+            rng.fill(parameter, 1)
+
+        config = DataParallelConfig.resolve(use_megatron_fsdp=True)
+        precision = PrecisionConfig.resolve(fp64=True)
+        optimizer = build_optimizer(
+            OptimizerConfig.resolve(), [model], mesh, precision, config, fill=fill
+        )
+        return optimizer.data_parallel
+
+    early = GPTModel(config, mesh, vocab_size=6, dtype=torch.float64)
+    rng.initialize(early, 1)
+    pairs = [early]
+    with without_memory():
+        pairs.append(GPTModel(config, mesh, vocab_size=6, dtype=torch.float64))
+    first, second = (list(map(torch.clone, built(m).whole_parameters())) for m in pairs)
+    equal = all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    return max(map(len, alive)) == 1 and len(set.union(*alive)) == 6, equal
+
+
+def test_weights_may_have_no_memory_until_their_values_are_drawn(pool: Pool) -> None:
+    """Four layers, an embedding and the last norm."""
+    assert pool.run(2, late_values) == [(True, True)] * 2

@@ -38,6 +38,8 @@ from megatron.core.utils import UserError
 
 GroupOf = Callable[[Sharding], Grouped]
 """Gives the optimizer group of a parameter."""
+Fill = Callable[[nn.Parameter], None]
+"""Gives a parameter its initial values."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class FlatBuffer:
         parameters: Iterable[nn.Parameter],
         grad_dtype: torch.dtype,
         shares: Shares,
+        fill: Fill | None = None,
     ) -> None:
         self.plan, self.shares = plan, shares
         everyone = list(parameters)
@@ -118,8 +121,13 @@ class FlatBuffer:
         self._grad_views = [self._view(self.grad, i) for i in range(len(self.parameters))]
         for i, parameter in enumerate(self.parameters):
             view = self._view(self.data, i)
-            view.copy_(parameter.detach())
+            has_values = sharding.is_there(parameter)
+            if has_values:
+                view.copy_(parameter.detach())
             parameter.data = view
+            if not has_values:
+                assert fill is not None, "a parameter has no memory, and nobody fills it"
+                fill(parameter)
             _allow_grad_dtype(parameter, grad_dtype)
             parameter.grad = self._grad_views[i]
         self.spans = plan.shards(shares.axis.coordinate, shares.axis.size)
@@ -270,12 +278,14 @@ def build_buffers(
     shares: Shares,
     bucket_size: int | None = None,
     apart: frozenset[int] = frozenset(),
+    fill: Fill | None = None,
 ) -> list[FlatBuffer]:
     """Move ``parameters`` into flat buffers and give each a gradient of zeros.
 
-    Values are kept. A tied parameter gets a buffer of its own, since its gradient is summed with
-    that of its twin on another stage; so do those whose ids are in ``apart``. Where gradients are
-    shared out, each unit of the model has buffers of its own.
+    Values are kept; ``fill`` draws those of parameters without memory. A tied parameter gets a
+    buffer of its own, since its gradient is summed with that of its twin on another stage; so do
+    those whose ids are in ``apart``. Where gradients are shared out, each unit of the model has
+    buffers of its own.
     """
     everyone = list(parameters)
     items = []
@@ -292,4 +302,4 @@ def build_buffers(
     # Buckets divide over all replicas, whatever is shared out.
     replicas = shares.axis.size * shares.copies.size
     plans = layout.plan_buffers(items, replicas, bucket_size, shares=shares.axis.size)
-    return [FlatBuffer(plan, everyone, grad_dtype, shares) for plan in plans]
+    return [FlatBuffer(plan, everyone, grad_dtype, shares, fill) for plan in plans]

@@ -35,6 +35,10 @@ class DataParallelConfig(Config):
     overlap_param_gather: bool = option(False)
     """Gather new weights while the forward goes on, before the layer that needs them."""
 
+    init_model_with_meta_device: bool = option(False)
+    """Give weights memory only when they get their values: one unit of the model at a time, where
+    weights are shared out."""
+
     ddp_bucket_size: int | None = option(None)
     """Elements of a gradient bucket; absent, max(40 million, 1 million x replicas) with
     --overlap-grad-reduce, else one bucket."""

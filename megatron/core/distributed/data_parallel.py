@@ -25,8 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core import sharding
 from megatron.core.distributed import finalize, reduction
 from megatron.core.distributed.buffers import (
+    Fill,
     FlatBuffer,
     GroupOf,
     Member,
@@ -52,6 +54,7 @@ class DataParallel:
         group_of: gives the optimizer group of a parameter.
         config: how gradients are summed and what is shared out.
         reduce_dtype: in which gradients travel; that of gradients when absent.
+        fill: gives values to parameters without memory.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DataParallel:
         group_of: GroupOf,
         config: DataParallelConfig | None = None,
         reduce_dtype: torch.dtype | None = None,
+        fill: Fill | None = None,
     ) -> None:
         config = config or DataParallelConfig.resolve()
         self.mesh, self.shares = mesh, shares_of(config, mesh)
@@ -70,6 +74,11 @@ class DataParallel:
         modules = list(chunks)
         everything = {id(p): p for module in modules for p in module.parameters()}
         self._frozen = [p for p in everything.values() if not p.requires_grad]
+        for parameter in self._frozen:
+            if not sharding.is_there(parameter):
+                assert fill is not None, "a parameter has no memory, and nobody fills it"
+                parameter.data = torch.empty_like(parameter)
+                fill(parameter)
         shared = in_several(modules)
         by_chunk = []
         for parameters in trainable(modules):
@@ -82,6 +91,7 @@ class DataParallel:
                     shares=self.shares,
                     bucket_size=config.bucket_size(numel, mesh.dp_cp.size),
                     apart=shared,
+                    fill=fill,
                 )
             )
             self.buffers += by_chunk[-1]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import Member
+from megatron.core.distributed.buffers import Fill, Member
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Axis, Mesh
@@ -283,11 +283,19 @@ def build_optimizer(
     mesh: Mesh,
     precision: PrecisionConfig,
     replicas: DataParallelConfig | None = None,
+    *,
+    fill: Fill | None = None,
 ) -> Optimizer:
     """Return the optimizer of this rank's model chunks, whose parameters move into flat buffers.
 
-    The parameters are named and initialised already: masters are taken from them. ``replicas`` says
-    how their gradients are summed.
+    Args:
+        config: the update rule.
+        modules: with named parameters. Their values are there, since masters are taken from them,
+            or ``fill`` gives values to those without memory.
+        mesh: axes and device.
+        precision: dtypes.
+        replicas: how gradients are summed and what is shared out.
+        fill: gives a parameter its values.
     """
     data_parallel = DataParallel(
         modules,
@@ -296,6 +304,7 @@ def build_optimizer(
         group_of=groups.grouping(config),
         config=replicas,
         reduce_dtype=getattr(torch, precision.reduce_dtype),
+        fill=fill,
     )
     dtypes = Dtypes(
         main=getattr(torch, precision.main_dtype),

@@ -27,6 +27,7 @@ from megatron.core.utils import divide
 
 # Innermost last. Of the process, not of a thread: on CUDA autograd runs backwards in its own.
 _postponed: list[list[Callable[[], Any]]] = []
+_without_memory: list[bool] = []
 
 
 @contextmanager
@@ -173,13 +174,28 @@ def linear(
     return _Linear.apply(x_SBI, weight_OI, bias_O, axis, gathers)  # type: ignore[no-any-return]
 
 
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Give parameters that are made in the block no memory: who fills them provides it.
+
+    As on the meta device, but a parameter is on its own device from the start, so that it may be
+    moved into a buffer and stays the same object.
+    """
+    _without_memory.append(True)
+    try:
+        yield
+    finally:
+        _without_memory.pop()
+
+
 def make_parameter(
     record: Sharding, local_shape: tuple[int, ...], mesh: Mesh, dtype: torch.dtype
 ) -> nn.Parameter:
     """Return an uninitialised parameter on the mesh's device that carries ``record``."""
-    return sharding.attach(
-        nn.Parameter(torch.empty(local_shape, dtype=dtype, device=mesh.device)), record
-    )
+    values = torch.empty(local_shape, dtype=dtype, device=mesh.device)
+    if _without_memory:
+        values.untyped_storage().resize_(0)
+    return sharding.attach(nn.Parameter(values), record)
 
 
 def bias_record(record: Sharding) -> Sharding:
