@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,25 +114,3 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-def dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """Zero each element with probability ``p`` and scale the rest by 1 / (1 - p)."""
-    return _Dropout.apply(x, p, seed)  # type: ignore[no-any-return]
-
-
-class _Dropout(torch.autograd.Function):
-    """Dropout that keeps one byte per element for backward, whatever the dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
-        generator = torch.Generator(x.device).manual_seed(seed)
-        kept = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
-        ctx.p = p
-        ctx.save_for_backward(kept.bool())
-        return x * kept.div_(1 - p)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (kept,) = ctx.saved_tensors
-        return grads[0] * kept.to(grads[0].dtype).div_(1 - ctx.p), None, None

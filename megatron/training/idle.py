@@ -41,7 +41,7 @@ def _idle(config: RunConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if config.model.attention.window_size is None:
         idle["window_attn_skip_freq"] = "no --window-size"
-    idle |= _idle_saving(config)
+    idle |= _idle_saving(config) | _idle_fusions(config)
     if not config.model.mtp.depths:
         idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"
     if config.schedule.lr_decay_style != "WSD":
@@ -115,6 +115,22 @@ def _idle_saving(config: RunConfig) -> dict[str, str]:
         idle["offload_modules"] = "no --fine-grained-activation-offloading"
     if not offload.is_on:
         idle["min_offloaded_tensor_size"] = "nothing is offloaded"
+    return idle
+
+
+def _idle_fusions(config: RunConfig) -> dict[str, str]:
+    """Return the choices of fused operations for what the model does not have."""
+    model, idle = config.model, dict[str, str]()
+    if model.attention_backend not in ("unfused", "local"):
+        idle["masked_softmax_fusion"] = "--attention-backend is not unfused"
+    if not model.mlp.is_gated:
+        idle["bias_swiglu_fusion"] = "no gated activation"
+    if model.mlp.is_gated or not model.mlp.activation.startswith("gelu"):
+        idle["bias_gelu_fusion"] = "no plain GELU"
+    if not (model.position.is_rotary or model.mla.multi_latent_attention):
+        idle["rope_fusion"] = "no rotary positions"
+    if not model.fusion.cross_entropy_loss_fusion:
+        idle["cross_entropy_fusion_impl"] = "no --cross-entropy-loss-fusion"
     return idle
 
 

@@ -7,9 +7,11 @@ hold for every run and for a dry run; `check_built` those of a run that is to st
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
-from megatron.core.config import as_words
+from megatron.core.config import Config, as_words
 from megatron.core.transformer import offload_config, recompute_config
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
@@ -19,6 +21,8 @@ from megatron.training.layout_rules import check_tensor_widths as check_tensor_w
 from megatron.training.nearest_layout import nearest_layouts
 from megatron.training.processes.group_settings import group_settings
 from megatron.training.wording import flag, listed, nearest_multiples, nearest_of
+
+T = TypeVar("T", bound=Config)
 
 EXPERTS = ("--num-experts", "--moe-num-experts")
 """Flags that ask for experts, which a dry run leaves out."""
@@ -381,8 +385,9 @@ def check_built(config: RunConfig) -> None:
 # Choices that only exist on CUDA: name, values, what stands for them on the CPU.
 _CUDA_ONLY = (
     ("process", "distributed_backend", ("nccl",), "gloo"),
-    ("model", "transformer_impl", ("transformer_engine",), "auto"),
+    ("model", "transformer_impl", ("transformer_engine", "apex"), "auto"),
     ("model", "attention_backend", ("flash", "fused"), "auto"),
+    ("model.fusion", "cross_entropy_fusion_impl", ("te",), "native"),
 )
 
 
@@ -397,10 +402,17 @@ NCCL_ONLY = (
 def cuda_only(config: RunConfig) -> list[str]:
     """Return the choices of a run that only exist on CUDA, as flags."""
     return [
-        f"{flag(name)} {getattr(getattr(config, part), name)}"
+        f"{flag(name)} {attrgetter(f'{part}.{name}')(config)}"
         for part, name, values, _ in _CUDA_ONLY
-        if getattr(getattr(config, part), name) in values
+        if attrgetter(f"{part}.{name}")(config) in values
     ]
+
+
+def _with(config: T, path: str, value: object) -> T:
+    """Return a config with another value for one setting of those that it nests."""
+    name, _, rest = path.partition(".")
+    changed = _with(getattr(config, name), rest, value) if rest else value
+    return replace(config, **{name: changed})
 
 
 def map_to_cpu(config: RunConfig, origins: Origins) -> tuple[RunConfig, list[str]]:
@@ -412,9 +424,8 @@ def map_to_cpu(config: RunConfig, origins: Origins) -> tuple[RunConfig, list[str
     if config.process.device != "cpu" or not chosen:
         return config, []
     for part, name, values, substitute in _CUDA_ONLY:
-        section = getattr(config, part)
-        if getattr(section, name) in values:
-            config = replace(config, **{part: replace(section, **{name: substitute})})
+        if attrgetter(f"{part}.{name}")(config) in values:
+            config = _with(config, f"{part}.{name}", substitute)
     return config, [f"--device cpu: the CPU reference stands in for {', '.join(chosen)}"]
 
 

@@ -84,13 +84,16 @@ def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     if not isinstance(backends, Backends):  # a program's own model
         return []
     lines = [f"kernels: {', '.join(f'{op}: {name}' for op, name in backends.names.items())}"]
+    without: dict[tuple[str, str], list[str]] = {}
     for op, chosen in backends.names.items():
         order = list(table.TABLE[op])
         for name in order[: order.index(chosen)]:
             if name in INSTALL and device.type == "cuda":
                 reason = backends.unfit[op].get(name)
                 reason = reason or table.TABLE[op][name].missing(device, dtype)
-                lines.append(f"  {op} without {name}: {reason or 'another was asked for'}")
+                without.setdefault((name, reason or "another was asked for"), []).append(op)
+    for (name, reason), ops in without.items():
+        lines.append(f"  {', '.join(ops)} without {name}: {reason}")
     return lines
 
 

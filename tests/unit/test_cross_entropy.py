@@ -4,15 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.kernels.cross_entropy import IN_PLACE, IN_PLACE_HALF, REFERENCE, Kernels
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding, VocabularyRows
 
 
+@pytest.mark.parametrize("kernels", [IN_PLACE, REFERENCE], ids=["in place", "reference"])
 @pytest.mark.parametrize("padded", [11, 16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_equals_torch(padded: int, smoothing: float) -> None:
+def test_equals_torch(padded: int, smoothing: float, kernels: Kernels) -> None:
     torch.manual_seed(0)
     mesh = Mesh.serial()
     logits = (torch.randn(5, 2, padded, dtype=torch.float64) * 4).requires_grad_()
@@ -26,7 +28,7 @@ def test_equals_torch(padded: int, smoothing: float) -> None:
     ).view(5, 2)
     (want,) = torch.autograd.grad((expected * weights).sum(), logits)
     losses = cross_entropy(
-        logits.clone(), labels, VocabularyRows(11, padded, mesh), mesh.tp, smoothing
+        logits.clone(), labels, VocabularyRows(11, padded, mesh), mesh.tp, smoothing, kernels
     )
     (got,) = torch.autograd.grad((losses * weights).sum(), logits)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
@@ -65,7 +67,7 @@ def test_fp16_exponentials_overwrite_the_logits(smoothing: float) -> None:
     own = logits.clone()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        losses = cross_entropy(own, labels, rows, mesh.tp, smoothing, keeps_dtype=True)
+        losses = cross_entropy(own, labels, rows, mesh.tp, smoothing, IN_PLACE_HALF)
     (got,) = torch.autograd.grad((losses * weights).sum(), logits)
     assert losses.dtype == torch.float32 and got.dtype == torch.float16
     matrices = [x for x in saved if x.numel() == own.numel()]

@@ -23,6 +23,7 @@ from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
 from megatron.training.checkpoints.save import save_checkpoint
@@ -41,16 +42,22 @@ NAMES = ("tokens", "labels", "loss_mask")
 
 
 def config_of(flags: str) -> TransformerConfig:
-    """Return the architecture that a case's Megatron flags describe."""
+    """Return the architecture that a case's Megatron flags describe, on the kernels of our choice.
+
+    Those flags were chosen for Megatron-core's run.
+    """
     by_flag = {}
+    kernels = ("transformer_impl", *specs(FusionConfig))
     for spec in specs(TransformerConfig).values():
+        if spec.name in kernels:
+            continue
         by_flag[spec.flag] = (spec, True)
         by_flag |= {flag: (spec, value) for flag, value in spec.constants.items()}
         by_flag |= {spec.negative: (spec, False)} if spec.negative else {}
     values: dict[str, object] = {}
     words = shlex.split(flags)
     for word, following in zip(words, [*words[1:], "--"], strict=True):
-        if word in by_flag and word != "--transformer-impl":
+        if word in by_flag:
             spec, constant = by_flag[word]
             values[spec.name] = constant if following.startswith("--") else spec.convert(following)
     return TransformerConfig.resolve(**values)

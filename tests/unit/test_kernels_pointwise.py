@@ -109,7 +109,7 @@ def test_plain_activation(name, bias):
     b = torch.randn(6, dtype=F64, requires_grad=True) if bias else None
     inputs = [x] if b is None else [x, b]
     want = FORMULAS[name](x if b is None else x + b)
-    equal(activation.ACTIVATIONS[name](x, b), want, inputs)
+    equal(activation.REFERENCES[name](x, b), want, inputs)
 
 
 @pytest.mark.parametrize(("clamp", "offset"), [(None, 0.0), (1.0, 0.0), (None, 1.0), (0.7, 1.0)])
@@ -126,12 +126,12 @@ def test_gated_activation_reads_gate_then_up(name, bias, clamp, offset):
         gate = torch.where(gate > clamp, clamp + 0 * gate, gate)
         up = torch.where(up.abs() > clamp, clamp * up.sign() + 0 * up, up)
     want = FORMULAS[GATES[name]](gate) * (up + offset)
-    equal(activation.ACTIVATIONS[name](x, b, clamp, offset), want, inputs)
+    equal(activation.REFERENCES[name](x, b, clamp, offset), want, inputs)
 
 
 def test_every_config_name_is_there():
     names = {"gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "quick_geglu"}
-    assert names <= set(activation.ACTIVATIONS)
+    assert names <= set(activation.REFERENCES)
 
 
 def rotate_by_hand(x, angles, interleaved):

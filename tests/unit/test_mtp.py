@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import rng
+from megatron.core.kernels import dropout as masks
 from megatron.core.kernels.attention import Packing
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
@@ -162,14 +163,14 @@ def test_documents_do_not_see_each_other() -> None:
 def test_every_depth_has_dropout_masks_of_its_own() -> None:
     """And other ones than the decoder's layer of the same number has."""
     model, batch = model_of(2, hidden_dropout=0.5), batch_of(1, 2)
-    original, seeds = rng.dropout, []
+    original, seeds = masks.dropout, []
 
     def spy(x: Tensor, p: float, seed: int) -> Tensor:
         seeds.append(seed)
         return original(x, p, seed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rng, "dropout", spy)
+        patch.setattr(masks, "dropout", spy)
         model(batch["tokens"], batch["labels"], dropout=DropoutKey(1, 1, 0), ahead=Ahead.of(batch))
     # The embedding and two residuals in each of two layers; the same in each depth of one layer.
     assert len(seeds) == (1 + 4) + 2 * (1 + 2) and len(set(seeds)) == len(seeds)

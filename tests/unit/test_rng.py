@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core import rng, sharding
+from megatron.core.kernels.dropout import dropout
 from megatron.core.rng import DropoutKey
 from megatron.core.sharding import Init, Sharding, box_slices, split
 
@@ -65,8 +66,8 @@ def test_keys_do_not_run_together() -> None:
 
 def test_a_dropout_mask_belongs_to_its_place_and_time() -> None:
     key, x = DropoutKey(1, 5, 2), torch.ones(64, 64)
-    mask = rng.dropout(x, 0.25, key.at("mlp"))
-    assert torch.equal(mask, rng.dropout(x, 0.25, key.at("mlp")))
+    mask = dropout(x, 0.25, key.at("mlp"))
+    assert torch.equal(mask, dropout(x, 0.25, key.at("mlp")))
     others = [
         DropoutKey(2, 5, 2).at("mlp"),
         DropoutKey(1, 6, 2).at("mlp"),
@@ -75,7 +76,7 @@ def test_a_dropout_mask_belongs_to_its_place_and_time() -> None:
         key.at("attention"),
         key.at("mlp", 1),
     ]
-    assert all(not torch.equal(mask, rng.dropout(x, 0.25, other)) for other in others)
+    assert all(not torch.equal(mask, dropout(x, 0.25, other)) for other in others)
     torch.testing.assert_close(mask.unique(), torch.tensor([0.0, 1 / 0.75]))
     assert (mask == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
 
@@ -100,7 +101,7 @@ def test_dropout_keeps_a_byte_per_element_and_no_other_value(dtype: torch.dtype)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = rng.dropout(ours, 0.3, 5)
+        y = dropout(ours, 0.3, 5)
     generator = torch.Generator().manual_seed(5)
     factor = torch.empty_like(x).bernoulli_(0.7, generator=generator) / 0.7
     expected = plain * factor

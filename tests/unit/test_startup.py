@@ -37,11 +37,15 @@ def test_the_kernels_of_a_run_are_named_once() -> None:
 def test_a_package_that_is_passed_over_is_named_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it fails
+    for package in ("flash_attn", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     probe.missing.cache_clear()
-    first, second = lines("cuda", torch.bfloat16)
+    first, flash, triton = lines("cuda", torch.bfloat16)
     assert first.startswith("kernels: attention: sdpa, ")
-    assert second.startswith("  attention without flash_attn: ") and "pip install" in second
+    assert flash.startswith("  attention without flash_attn: ") and "pip install" in flash
+    # One line for all ops.
+    assert triton.startswith("  layer_norm, rms_norm, rope, ") and "pip install triton" in triton
     probe.missing.cache_clear()
 
 

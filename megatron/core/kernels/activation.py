@@ -3,6 +3,8 @@
 Every one has the signature ``f(x, bias=None) -> y``. A gated one reads the last dim as the gate
 half and then the up half: ``y = act(gate) * (up + offset)``, with, when a clamp is set, the gate
 clamped from above and the up half on both sides first.
+
+Here each is a sequence of torch's operations, which round between them in half precision.
 """
 
 from collections.abc import Callable
@@ -135,11 +137,11 @@ PLAIN: dict[str, Activation] = {
     "squared_relu": squared_relu,
 }
 GATED: dict[str, Activation] = {
-    "swiglu": swiglu_function,
+    "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": geglu_tanh,
     "quick_geglu": quick_geglu,
     "reglu": reglu,
 }
-ACTIVATIONS: dict[str, Activation] = PLAIN | GATED
+REFERENCES: dict[str, Activation] = PLAIN | GATED
 """Every activation by the name configs use."""

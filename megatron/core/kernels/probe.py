@@ -1,11 +1,19 @@
 """Which optional packages are there: found out once, when first asked."""
 
 import importlib
+import os
+import shutil
 from functools import cache
 
+import torch
+
 INSTALL = {
+    "triton": "pip install triton, at the version that goes with this torch (a torch built for "
+    "CUDA brings it)",
     "flash_attn": "pip install flash-attn --no-build-isolation (needs CUDA)",
     "transformer_engine": "pip install transformer-engine[pytorch] (needs CUDA)",
+    "apex": "build NVIDIA's Apex from its sources with --cuda_ext (the package of that name on "
+    "PyPI is another one)",
 }
 
 
@@ -17,11 +25,41 @@ def missing(package: str) -> str | None:
     raises whatever it likes (RuntimeError, OSError, AttributeError ...), and all of that means
     that it cannot be used here.
     """
-    # The package on PyPI by this name can be an empty shell.
-    module = {"transformer_engine": "transformer_engine.pytorch"}
+    # The package on PyPI by this name can be an empty shell; Apex's compiled half is what we use.
+    module = {"transformer_engine": "transformer_engine.pytorch", "apex": "fused_layer_norm_cuda"}
     try:
         importlib.import_module(module.get(package, package))
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         return f"{package}: {reason[:200]}"
+    return None
+
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interprets_triton() -> bool:
+    """Return whether Triton runs kernels in its interpreter, on tensors of any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the Triton kernels cannot be used for a device and dtype; None when they can."""
+    if device.type != "cuda" and not interprets_triton():
+        return (
+            f"Triton needs a CUDA device, this is {device.type} (with TRITON_INTERPRET=1 its "
+            "kernels run there for tests, slowly)"
+        )
+    if dtype not in TRITON_DTYPES:
+        return f"its kernels count in fp32, which is less than {dtype}"
+    reason = missing("triton")
+    if reason is not None:
+        return f"{reason}; {INSTALL['triton']}"
+    if interprets_triton():
+        return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton needs compute capability 8.0 or later"
+    # It builds a small launcher in C for each kernel.
+    if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):
+        return "Triton needs a C compiler: install gcc or clang, or set CC"
     return None

@@ -4,6 +4,7 @@
 name that does not work here is an error that says what is missing, never a silent replacement.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,8 +12,21 @@ from typing import Any
 
 import torch
 
-from megatron.core.kernels import attention, blocked, flash, norm, rope, sdpa
-from megatron.core.kernels.probe import INSTALL, missing
+from megatron.core.kernels import (
+    activation,
+    adam,
+    attention,
+    blocked,
+    cross_entropy,
+    dropout,
+    flash,
+    masked_softmax,
+    norm,
+    packages,
+    rope,
+    sdpa,
+)
+from megatron.core.kernels.probe import INSTALL, missing, triton_missing
 from megatron.core.utils import UserError, nearest
 
 Reason = Callable[[torch.device, torch.dtype], str | None]
@@ -32,9 +46,23 @@ def only_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
 class Backend:
     """One implementation of an op."""
 
-    implementation: Callable[..., Any]
+    source: Any
+    """The implementation, or ``module:name`` of one whose module needs a package to be imported."""
     missing: Reason = works
     """Return None where it works, else why it does not and how to get it."""
+
+    @property
+    def implementation(self) -> Any:
+        """Return the implementation; of one that is missing this may raise anything."""
+        if not isinstance(self.source, str):
+            return self.source
+        module, _, name = self.source.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def in_triton(source: str) -> Backend:
+    """Return a backend from a module of `kernels.triton_ops`."""
+    return Backend(f"megatron.core.kernels.triton_ops.{source}", triton_missing)
 
 
 TABLE: dict[str, dict[str, Backend]] = {
@@ -42,35 +70,90 @@ TABLE: dict[str, dict[str, Backend]] = {
         "flash_attn": Backend(flash.attention_flash, flash.why_not),
         "blocked": Backend(blocked.attention_blocked, only_cpu),
         "sdpa": Backend(sdpa.attention_sdpa),
+        "triton_softmax": in_triton("softmax:attention_unfused"),
         "reference": Backend(attention.attention_reference),
     },
+    "masked_softmax": {
+        "triton": in_triton("softmax:masked_softmax"),
+        "reference": Backend(masked_softmax.masked_softmax_reference),
+    },
     "layer_norm": {
+        "triton": in_triton("norm:layer_norm"),
         "torch": Backend(norm.layer_norm),
         "reference": Backend(norm.layer_norm_reference),
+        "transformer_engine": Backend(
+            packages.layer_norm_of_transformer_engine, packages.no_transformer_engine
+        ),
+        "apex": Backend(packages.layer_norm_of_apex, packages.no_apex),
     },
     "rms_norm": {
+        "triton": in_triton("norm:rms_norm"),
         "function": Backend(norm.rms_norm, only_cpu),
         "torch": Backend(norm.rms_norm_torch),
         "reference": Backend(norm.rms_norm_reference),
+        "transformer_engine": Backend(
+            packages.rms_norm_of_transformer_engine, packages.no_transformer_engine
+        ),
+        "apex": Backend(packages.rms_norm_of_apex, packages.no_apex),
     },
     "rope": {
+        "triton": in_triton("rope:apply_rope"),
         "function": Backend(rope.apply_rope),
         "reference": Backend(rope.apply_rope_reference),
     },
+    **{
+        name: {"triton": in_triton(f"activation:{name}"), "reference": Backend(reference)}
+        for name, reference in activation.REFERENCES.items()
+    },
+    "swiglu": {
+        "triton": in_triton("activation:swiglu"),
+        "function": Backend(activation.swiglu_function),
+        "reference": Backend(activation.swiglu),
+        "transformer_engine": Backend(
+            packages.swiglu_of_transformer_engine, packages.no_transformer_engine
+        ),
+    },
+    "bias_dropout_add": {
+        "triton": in_triton("dropout:bias_dropout_add"),
+        "torch": Backend(dropout.bias_dropout_add),
+        "reference": Backend(dropout.bias_dropout_add_reference),
+    },
+    "cross_entropy": {
+        "triton": in_triton("cross_entropy:KERNELS"),
+        "in_place": Backend(cross_entropy.IN_PLACE),
+        "in_place_half": Backend(cross_entropy.IN_PLACE_HALF),
+        "reference": Backend(cross_entropy.REFERENCE),
+        "transformer_engine": Backend(
+            packages.cross_entropy_of_transformer_engine, packages.no_transformer_engine
+        ),
+    },
+    "adam": {
+        "triton": in_triton("adam:adam"),
+        "reference": Backend(adam.adam_reference),
+    },
 }
-"""Op -> backend -> implementation, best first."""
+"""Op -> backend -> implementation, best first.
+
+Those of packages stand behind the reference, which is everywhere: they run when they are asked for
+by name, and `auto` never takes one. All backends of an op compute the same function, but for the
+mask of ``bias_dropout_add``: torch's differs from the one that the others count out.
+"""
 
 ATTENTION_BACKENDS = {
     "auto": "auto",
     "flash": "flash",
     "fused": "sdpa",
-    "unfused": "reference",
-    "local": "reference",
+    "unfused": "unfused",
+    "local": "unfused",
 }
-"""--attention-backend -> backend; ``flash`` is the best one that never holds an S x S matrix."""
+"""--attention-backend -> backend; ``flash`` is the best one that never holds an S x S matrix,
+``unfused`` the best that does."""
+
+PACKAGES = ("transformer_engine", "apex")
+"""Values of --transformer-impl that are packages, and names of their backends."""
 
 
-def select(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+def select(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Return the implementation of ``op`` by ``backend``, or the best one for ``auto``."""
     return TABLE[op][choose(op, backend, device, dtype)].implementation
 
@@ -101,8 +184,11 @@ def choose(
 
     if op == "attention" and backend == "flash":
         # Three flash algorithms: the package's, our tiles on the CPU, torch's own kernel.
-        first = ("flash_attn", "blocked", "sdpa")
-        return next(name for name in first if not reason_against(name))
+        flashes = ("flash_attn", "blocked", "sdpa")
+        return next(name for name in flashes if not reason_against(name))
+    if op == "attention" and backend == "unfused":
+        holding_scores = ("triton_softmax", "reference")
+        return next(name for name in holding_scores if not reason_against(name))
     if backend == "auto":
         return next(name for name in backends if not reason_against(name))
     if backend not in backends:
@@ -117,8 +203,10 @@ def choose(
     return backend
 
 
-def attention_backend(name: str) -> str:
+def attention_backend(name: str, masked_softmax_fusion: bool = True) -> str:
     """Return the attention backend that a value of --attention-backend means.
+
+    Without ``masked_softmax_fusion`` attention that is not fused has no fused softmax either.
 
     Raises:
         UserError: there is no such value.
@@ -127,7 +215,8 @@ def attention_backend(name: str) -> str:
         raise UserError(
             f"--attention-backend {name} is unknown; choose {', '.join(ATTENTION_BACKENDS)}"
         )
-    return ATTENTION_BACKENDS.get(name, name)
+    backend = ATTENTION_BACKENDS.get(name, name)
+    return "reference" if backend == "unfused" and not masked_softmax_fusion else backend
 
 
 def general_backend(name: str) -> str:
@@ -136,19 +225,18 @@ def general_backend(name: str) -> str:
     ``auto`` and ``local`` are this package's own, the best for each op.
 
     Raises:
-        UserError: Transformer Engine is asked for.
+        UserError: there is no such value, or a package that is not there.
     """
     if name in ("auto", "local"):
         return "auto"
-    if name != "transformer_engine":
-        raise UserError(f"--transformer-impl {name} is unknown; choose auto, local")
-    reason = missing("transformer_engine")
+    if name not in PACKAGES:
+        raise UserError(
+            f"--transformer-impl {name} is unknown; choose auto, local, {', '.join(PACKAGES)}"
+        )
+    reason = missing(name)
     if reason is not None:
         raise UserError(
-            f"--transformer-impl transformer_engine: {reason}; {INSTALL['transformer_engine']}; "
+            f"--transformer-impl {name}: {reason}; {INSTALL[name]}; "
             "or choose --transformer-impl local"
         )
-    raise UserError(
-        "--transformer-impl transformer_engine: its ops are not in the table yet; "
-        "choose --transformer-impl local"
-    )
+    return name

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core import comm, rng
+from megatron.core import comm
+from megatron.core.kernels import dropout as masks
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import mappings
@@ -79,7 +80,7 @@ class LanguageEmbedding(nn.Module):
         x_SBH = x_SBH.to(self.dtype)
         if self.dropout and dropout is not None:
             split = (self.axis.coordinate,) if self.sequence_parallel else ()
-            x_SBH = rng.dropout(x_SBH, self.dropout, dropout.at("embedding", *split))
+            x_SBH = masks.dropout(x_SBH, self.dropout, dropout.at("embedding", *split))
         return x_SBH
 
 
@@ -106,7 +107,7 @@ class LanguageHead(nn.Module):
         self.gathers = around.sequence_parallel
         self.alone = around.mesh.alone
         self.logits_at_once = config.logits_at_once
-        self.half_losses = config.fp16_lm_cross_entropy
+        self.loss_kernels = around.backends.cross_entropy
         record = rows.record(config.hidden_size, embedding_init(config))
         if tied == "apart":  # one logical matrix, whose first values and name are the embedding's
             record = replace(record, tied=True, name=TOKEN_VECTORS)
@@ -168,6 +169,4 @@ class LanguageHead(nn.Module):
         return self._losses(logits_PBv, labels_PB)
 
     def _losses(self, logits_SBv: Tensor, labels_SB: Tensor) -> Tensor:
-        return cross_entropy(
-            logits_SBv, labels_SB, self.rows, self.axis, keeps_dtype=self.half_losses
-        )
+        return cross_entropy(logits_SBv, labels_SB, self.rows, self.axis, kernels=self.loss_kernels)

@@ -210,6 +210,8 @@ def bias_record(record: Sharding) -> Sharding:
 class ColumnParallelLinear(nn.Module):
     """``y_SBo = x_SBI @ W_oI.T + b_o``: every rank computes its own output features.
 
+    With ``adds_bias`` false whoever reads the result adds the bias.
+
     ``record`` describes the weight, since only the owner knows which rows it holds (gate and up of
     a gated unit, groups of a fused query-key-value matrix).
     """
@@ -227,6 +229,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.axis = mesh.tp
         self.gathers = sequence_parallel
+        self.adds_bias = True
         self.weight = make_parameter(record, (rows, record.shape[1]), mesh, dtype)
         self.bias = make_parameter(bias_record(record), (rows,), mesh, dtype) if bias else None
 
@@ -254,11 +257,15 @@ class ColumnParallelLinear(nn.Module):
         return cls(record, rows, mesh, dtype, bias=bias, sequence_parallel=sequence_parallel)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
-        return linear(x_SBI, self.weight, self.bias, self.axis, self.gathers)
+        bias_o = self.bias if self.adds_bias else None
+        return linear(x_SBI, self.weight, bias_o, self.axis, self.gathers)
 
 
 class RowParallelLinear(nn.Module):
-    """``y_SBO = sum over ranks of x_SBi @ W_Oi.T, + b_O``: every rank holds its input features."""
+    """``y_SBO = sum over ranks of x_SBi @ W_Oi.T, + b_O``: every rank holds its input features.
+
+    With ``adds_bias`` false whoever reads the result adds the bias.
+    """
 
     def __init__(
         self,
@@ -274,6 +281,7 @@ class RowParallelLinear(nn.Module):
         self.axis = mesh.tp
         self.sequence_parallel = sequence_parallel
         self.alone = mesh.alone
+        self.adds_bias = True
         self.weight = make_parameter(record, (record.shape[0], columns), mesh, dtype)
         # The bias is added once, after the sum; its gradient is partial where the sequence is cut.
         summed = ("tp",) if self.sequence_parallel else ()
@@ -300,14 +308,15 @@ class RowParallelLinear(nn.Module):
         return cls(record, columns, mesh, dtype, bias=bias, sequence_parallel=sequence_parallel)
 
     def forward(self, x_SBi: Tensor) -> Tensor:
+        bias_O = self.bias if self.adds_bias else None
         if self.axis.size == 1:  # nothing is summed: the product adds the bias, a pass less
-            return linear(x_SBi, self.weight, self.bias, self.axis, False)
+            return linear(x_SBi, self.weight, bias_O, self.axis, False)
         if self.sequence_parallel and self.axis.overlap:
             y_SBO: Tensor = _RowScatter.apply(x_SBi, self.weight, self.axis)
-            return y_SBO if self.bias is None else y_SBO + self.bias
+            return y_SBO if bias_O is None else y_SBO + bias_O
         partial = linear(x_SBi, self.weight, None, self.alone, False)
         y_SBO = mappings.leave(partial, self.axis, self.sequence_parallel)
-        return y_SBO if self.bias is None else y_SBO + self.bias
+        return y_SBO if bias_O is None else y_SBO + bias_O
 
 
 class WholeLinear(nn.Module):

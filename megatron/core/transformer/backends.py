@@ -2,13 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.kernels import table
 from megatron.core.kernels.attention import AttentionFunction
+from megatron.core.kernels.cross_entropy import Kernels
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.utils import UserError
+
+WIDEST_NORM = 16384
+"""Channels that a Triton program holds of a row (`core.kernels.triton_ops.shapes`)."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +25,18 @@ class Backends:
     layer_norm: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     rope: Callable[..., Tensor]
+    activation: Callable[..., Tensor]
+    """The one of the model's feed-forward blocks."""
+    bias_dropout_add: Callable[..., Tensor]
+    cross_entropy: Kernels | Callable[..., Tensor]
     names: dict[str, str]
     """Op -> backend, for the start-up log."""
     unfit: dict[str, dict[str, str]]
     """Op -> backends that this model cannot use, with the reason."""
+    fuses_activation_bias: bool
+    """The activation adds the bias before it, and sums its gradient, in the same pass."""
+    fuses_residual_bias: bool
+    """So does the sum with the residual stream."""
 
 
 def choose_backends(
@@ -33,21 +47,104 @@ def choose_backends(
     Raises:
         UserError: one that is asked for by name is not there.
     """
-    attention = table.attention_backend(config.attention_backend)
-    general = table.general_backend(config.transformer_impl)
-    wanted = {"attention": attention, "layer_norm": general, "rms_norm": general, "rope": general}
-    unfit: dict[str, dict[str, str]] = {op: {} for op in wanted}
+    wanted, unfit = wanted_backends(config), unfit_backends(config)
+    names = {}
+    for op, backend in wanted.items():
+        try:
+            names[op] = table.choose(op, backend, device, dtype, unfit.get(op, {}))
+        except UserError as error:
+            raise UserError(f"{error}{_way_out(config, op)}") from None
+    chosen: dict[str, Any] = {
+        op: table.select(op, name, device, dtype) for op, name in names.items()
+    }
+    activation = config.mlp.activation
+    return Backends(
+        activation=chosen.pop(activation),
+        **chosen,
+        names=names,
+        unfit={op: unfit.get(op, {}) for op in names},
+        fuses_activation_bias=names[activation] == "triton",
+        fuses_residual_bias=names["bias_dropout_add"] == "triton",
+    )
+
+
+def _way_out(config: TransformerConfig, op: str) -> str:
+    if op == "cross_entropy":
+        return "; or choose --cross-entropy-fusion-impl native"
+    if op != "attention" and config.transformer_impl in table.PACKAGES:
+        return "; or choose --transformer-impl local"
+    return ""
+
+
+def wanted_backends(config: TransformerConfig) -> dict[str, str]:
+    """Return op -> backend as the flags name them, ``auto`` for the best there is.
+
+    Raises:
+        UserError: a package is asked for that is not there.
+    """
+    fusion, package = config.fusion, table.general_backend(config.transformer_impl)
+
+    def general(op: str, fused: bool = True, separate: str = "reference") -> str:
+        """Return the package's, if it has the op; else the best one, or one that is not fused."""
+        if package in table.TABLE[op]:
+            return package
+        return "auto" if fused else separate
+
+    activation = config.mlp.activation
+    act_fused = config.mlp.bias_gelu_fusion if activation.startswith("gelu") else True
+    if config.mlp.is_gated:
+        act_fused = fusion.bias_swiglu_fusion
+    return {
+        "attention": table.attention_backend(
+            config.attention_backend, fusion.masked_softmax_fusion
+        ),
+        "layer_norm": general("layer_norm", fusion.persist_layer_norm, "torch"),
+        "rms_norm": general("rms_norm", fusion.persist_layer_norm, "torch"),
+        "rope": general("rope", fusion.rope_fusion),
+        activation: general(activation, act_fused),
+        "bias_dropout_add": general("bias_dropout_add", fusion.bias_dropout_fusion, "torch"),
+        "cross_entropy": _cross_entropy(config),
+    }
+
+
+def _cross_entropy(config: TransformerConfig) -> str:
+    if not config.fusion.cross_entropy_loss_fusion:
+        return "in_place_half" if config.fp16_lm_cross_entropy else "in_place"
+    return "auto" if config.fusion.cross_entropy_fusion_impl == "native" else "transformer_engine"
+
+
+def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
+    """Return op -> backends that lack what this model asks of the op, with the reason."""
+    unfit: dict[str, dict[str, str]] = {
+        op: {} for op in ("attention", "layer_norm", "rms_norm", "cross_entropy")
+    }
     if config.attention.softmax_type != "vanilla":
         kind = config.attention.softmax_type
-        unfit["attention"]["flash_attn"] = f"it has no extra logit (--softmax-type {kind})"
+        reason = f"it has no extra logit (--softmax-type {kind})"
+        unfit["attention"] = {"flash_attn": reason, "triton_softmax": reason}
     if config.mla.multi_latent_attention and config.mla.v_head_dim != config.mla.query_size:
         unfit["attention"]["flash_attn"] = (
             f"its values have as many channels as its keys, not --v-head-dim "
             f"({config.mla.v_head_dim}) beside --qk-head-dim + --qk-pos-emb-head-dim "
             f"({config.mla.query_size})"
         )
-    names = {
-        op: table.choose(op, backend, device, dtype, unfit[op]) for op, backend in wanted.items()
-    }
-    chosen = {op: table.select(op, backend, device, dtype) for op, backend in names.items()}
-    return Backends(**chosen, names=names, unfit=unfit)
+    if config.hidden_size > WIDEST_NORM:
+        reason = f"rows of up to {WIDEST_NORM} fit it, not --hidden-size {config.hidden_size}"
+        unfit["layer_norm"]["triton"] = unfit["rms_norm"]["triton"] = reason
+    engine = None
+    if config.fp32_residual_connection:
+        engine = "its gains have the dtype of its input (--fp32-residual-connection)"
+    if engine is not None:
+        unfit["layer_norm"]["transformer_engine"] = engine
+        unfit["rms_norm"]["transformer_engine"] = engine
+    if config.attention.qk_l2_norm:
+        unfit["rms_norm"]["transformer_engine"] = "it has no norm without gains (--qk-l2-norm)"
+    # Of two that differ in what they keep, the one that was asked for.
+    half = config.fp16_lm_cross_entropy
+    passed_over, reason = (
+        ("in_place", "it widens the logits (--fp16-lm-cross-entropy)")
+        if half
+        else ("in_place_half", "it is what --fp16-lm-cross-entropy asks for")
+    )
+    unfit["cross_entropy"][passed_over] = reason
+    return unfit

@@ -13,6 +13,7 @@ from megatron.core.config import (
     check_not_zero,
     option,
 )
+from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.transformer.mtp_config import MTPConfig
 from megatron.core.transformer.offload_config import OffloadConfig, check_offload
@@ -214,8 +215,8 @@ class MLPConfig(Config):
     """Use the tanh approximation of GELU."""
 
     bias_gelu_fusion: bool = option(True, derived="on if linear layers have biases")
-    """Compute plain GELU by the tanh formula, as Megatron-LM's kernel that adds the bias does; off,
-    exactly."""
+    """Compute plain GELU, with the bias before it, in one kernel and by the tanh formula, as
+    Megatron-LM's does; off, exactly."""
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -391,6 +392,7 @@ class TransformerConfig(Config):
     init: InitConfig
     recompute: RecomputeConfig
     offload: OffloadConfig
+    fusion: FusionConfig
 
     hidden_dropout: float = option(0.1)
     """Dropout on the embedding and on what each block adds."""
@@ -423,8 +425,9 @@ class TransformerConfig(Config):
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = option("auto")
     """Implementation of attention; `auto` takes the fastest there is."""
 
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = option("auto")
-    """Implementation of the other operations; `auto` takes the fastest there is."""
+    transformer_impl: Literal["auto", "local", "transformer_engine", "apex"] = option("auto")
+    """Implementation of norms and activations: the fastest of this project's, or what a package
+    has of them."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_layers", "hidden_size")

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core import rng
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
@@ -63,7 +63,13 @@ def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
             context_kind=around.context_kinds[layer if len(around.context_kinds) > 1 else 0],
         )
     assert kind == "mlp", kind
-    return MLP(around.config, around.mesh, around.dtype, sequence_parallel=around.sequence_parallel)
+    return MLP(
+        around.config,
+        around.mesh,
+        around.dtype,
+        around.backends,
+        sequence_parallel=around.sequence_parallel,
+    )
 
 
 def build_norm(around: Surroundings) -> Norm:
@@ -78,19 +84,35 @@ def build_norm(around: Surroundings) -> Norm:
     )
 
 
-class Residual:
-    """``x + dropout(y)``: the rule by which a block's output joins the stream, in its dtype."""
+def last_linear(kind: BlockKind, block: nn.Module) -> RowParallelLinear:
+    """Return the layer that gives a block's output."""
+    found = block.linear_fc2 if kind == "mlp" else block.linear_proj
+    assert isinstance(found, RowParallelLinear)
+    return found
 
-    def __init__(self, place: str, probability: float, around: Surroundings) -> None:
+
+class Residual:
+    """``x + dropout(y)``: the rule by which a block's output joins the stream, in its dtype.
+
+    Where that is one kernel, it also adds the bias of the block's ``last`` layer.
+    """
+
+    def __init__(
+        self, place: str, probability: float, last: RowParallelLinear, around: Surroundings
+    ) -> None:
         self.place, self.probability = place, probability
+        self.add = around.backends.bias_dropout_add
+        last.adds_bias = not around.backends.fuses_residual_bias
+        self.bias_H = None if last.adds_bias else last.bias
         # With sequence parallelism each rank drops its own tokens; else all ranks drop alike.
         self.split = (around.mesh.tp.coordinate,) if around.sequence_parallel else ()
 
     def __call__(self, x_SBH: Tensor, y_SBH: Tensor, context: Context) -> Tensor:
+        p, seed = 0.0, 0
         if self.probability and context.dropout is not None:
-            seed = context.dropout.at(self.place, *self.split)
-            y_SBH = rng.dropout(y_SBH, self.probability, seed)
-        return x_SBH + y_SBH  # the sum of an fp32 stream and a half is fp32
+            p, seed = self.probability, context.dropout.at(self.place, *self.split)
+        # The sum of an fp32 stream and a half is fp32.
+        return self.add(y_SBH, self.bias_H, x_SBH, p, seed)
 
 
 class TransformerLayer(nn.Module):
@@ -103,7 +125,8 @@ class TransformerLayer(nn.Module):
             norm = build_norm(around)
             block = build_block(part.kind, plan.number, around)
             place = f"layers.{plan.number}.{part.block_name}.residual"
-            residual = Residual(place, around.config.hidden_dropout, around)
+            last = last_linear(part.kind, block)
+            residual = Residual(place, around.config.hidden_dropout, last, around)
             self.add_module(part.norm_name, norm)
             self.add_module(part.block_name, block)
             self.sublayers.append(_Sublayer(part.kind, norm, block, residual, around.saving))

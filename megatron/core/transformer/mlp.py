@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
-from megatron.core.kernels import activation
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init, residual_init
@@ -26,6 +26,7 @@ class MLP(nn.Module):
         config: TransformerConfig,
         mesh: Mesh,
         dtype: torch.dtype,
+        backends: Backends,
         *,
         sequence_parallel: bool = False,
     ) -> None:
@@ -49,7 +50,8 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             sequence_parallel=sequence_parallel,
         )
-        self.activation = activation.ACTIVATIONS[config.mlp.activation]
+        self.activation = backends.activation
+        self.linear_fc1.adds_bias = not backends.fuses_activation_bias
         self.linear_fc2 = RowParallelLinear(
             fc2,
             share,
@@ -60,6 +62,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
-        h_SBf = self.activation(self.linear_fc1(x_SBH))
+        fc1 = self.linear_fc1
+        h_SBf = self.activation(fc1(x_SBH), None if fc1.adds_bias else fc1.bias)
         y_SBH: Tensor = self.linear_fc2(h_SBf)
         return y_SBH

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.config import Origin, Spec, as_json, as_words, specs
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import InitConfig, TransformerConfig
+from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError
@@ -34,6 +35,7 @@ IGNORED = (
     "transformer_impl",
     *specs(RecomputeConfig),
     *specs(OffloadConfig),
+    *specs(FusionConfig),
 )
 # Padded rows belong to a layout, not to the model.
 TOKENIZER_IGNORED = ("padded_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size")
