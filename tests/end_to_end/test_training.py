@@ -478,6 +478,26 @@ def test_other_precisions_resume_exactly_too(run: Callable[..., int], precision:
     assert found[:4] == found[4:]
 
 
+HALVES = {
+    "bf16": (("--bf16",), 0.01),
+    "fp16": (("--fp16", "--initial-loss-scale", 2**16), 0.002),
+}
+
+
+def test_half_precision_learns_what_fp32_does(run: Callable[..., int]) -> None:
+    """The short form of benchmarks/precision.py: means of ten iterations stay within bounds."""
+    curves = {}
+    flags = ("--train-iters", 40, "--log-interval", 40, "--hidden-dropout", 0)
+    flags += ("--attention-dropout", 0)
+    for name, (words, _) in {"fp32": ((), 0.0), **HALVES}.items():
+        assert run(*flags, *words, "--metrics-file", f"{name}.jsonl") == 0
+        losses = [row["lm_loss"] for row in rows(f"{name}.jsonl")]
+        curves[name] = np.array(losses).reshape(4, 10).mean(1)
+    assert curves["fp32"][-1] < 0.9 * curves["fp32"][0]
+    for name, (_, bound) in HALVES.items():
+        assert curves[name] == pytest.approx(curves["fp32"], rel=bound)
+
+
 def test_fp16_resumes_across_overflows(
     run: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
