@@ -7,17 +7,22 @@ only the processes are the pool's, so that a run costs its work and no start of 
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import socket
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron.training import arguments
 from tests.harness import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +57,89 @@ def launch(
     return pool.run(world, _launched, *arguments, timeout=timeout)
 
 
+@dataclass(frozen=True)
+class ByHand:
+    """Processes that were started one by one, as a launcher would, and may fail."""
+
+    processes: list[BaseProcess]
+    errors: Path
+    """What all of them write on stderr."""
+
+    def codes(self, timeout: float = 120.0) -> list[int | None]:
+        """Wait for the end of all and return their exit codes; None for one that had to be killed.
+
+        Args:
+            timeout: seconds.
+        """
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        found = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return found
+
+    def wait_for(self, text: str, timeout: float = 120.0) -> None:
+        """Return when ``text`` was written on stderr."""
+        end = time.monotonic() + timeout
+        while not self.errors.exists() or text not in self.errors.read_text():
+            assert time.monotonic() < end, f"{text!r} was never said"
+            assert any(process.is_alive() for process in self.processes), self.errors.read_text()
+            time.sleep(0.05)
+
+
+def by_hand(
+    module: str,
+    words: Sequence[object],
+    *,
+    folder: Path,
+    world: int,
+    ranks: Sequence[int] | None = None,
+    own_words: Mapping[int, Sequence[object]] | None = None,
+    port: int | None = None,
+) -> ByHand:
+    """Start ``module.main`` in processes of their own, which end as a program does.
+
+    Their input is open and says nothing.
+
+    Args:
+        module: such as ``pretrain_gpt``.
+        words: of the command line.
+        folder: to work in.
+        world: what each is told of their number.
+        ranks: those that are started; all when absent.
+        own_words: further words by rank.
+        port: where they meet; a free one when absent.
+    """
+    context = multiprocessing.get_context("forkserver")
+    processes: list[BaseProcess] = []
+    port = port or free_port()
+    for rank in range(world) if ranks is None else ranks:
+        told = [str(word) for word in (*words, *(own_words or {}).get(rank, ()))]
+        arguments = (module, told, str(folder), rank, world, port)
+        process = context.Process(target=_by_hand, args=arguments)
+        process.start()
+        processes.append(process)
+    return ByHand(processes, folder / "err")
+
+
+def _by_hand(module: str, words: list[str], folder: str, rank: int, world: int, port: int) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC", "PMI_")):
+            del os.environ[name]
+    _take_place(rank, world, port)
+    os.chdir(folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.dup2(os.open(f"out.{rank}", flags), 1)
+    os.dup2(os.open("err", flags), 2)
+    os.dup2(os.pipe()[0], 0)
+    sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115  (as long as the process)
+    name = module.rpartition(".")[2]
+    sys.argv = [f"{name}.py", *words]
+    arguments.run_main(importlib.import_module(module).main, name)
+
+
 def metrics(path: Path) -> Rows:
     """Return the rows of a metrics file, without times, memory and restarts."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
@@ -77,17 +165,25 @@ def free_port() -> int:
         return port
 
 
+def _take_place(rank: int, world: int, port: int) -> None:
+    """Say in the environment what a launcher would."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+
+
 def _launched(rank: int, module: str, words: list[str], folder: str, port: int) -> Ended:
     # A program makes its group itself. The pool's is left when all have joined it: whoever leaves
     # earlier closes connections that others are still making.
     dist.barrier()
     dist.destroy_process_group()
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"],
-        OMP_NUM_THREADS="1",
-    )
+    _take_place(rank, int(os.environ["WORLD_SIZE"]), port)
     sys.path[:] = list(dict.fromkeys([str(ROOT), *sys.path]))
     before, out, err = Path.cwd(), io.StringIO(), io.StringIO()
     os.chdir(folder)

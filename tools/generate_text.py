@@ -34,8 +34,6 @@ if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does 
     from megatron.training.generation import Generator, Processes
 
 PROGRAM = "generate_text"
-TIMEOUT = timedelta(minutes=10)
-"""How long processes wait for each other."""
 ROUND = 10.0
 """Seconds of a conversation's silence after which the others hear that the first one is there."""
 
@@ -90,6 +88,9 @@ class GenerateConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = option("auto")
     """Where to compute; ``auto`` is CUDA where there is a device, else the CPU."""
 
+    distributed_timeout_minutes: int = option(10)
+    """Minutes that processes wait for each other."""
+
     tokenizer_model: str | None = option(None)
     """Tokenizer model, when it is no longer where training found it."""
 
@@ -102,7 +103,9 @@ class GenerateConfig(Config):
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("--prompt and --prompt-file exclude each other; give one")
-        check_at_least(self, 1, "num_tokens_to_generate", "num_samples")
+        check_at_least(
+            self, 1, "num_tokens_to_generate", "num_samples", "distributed_timeout_minutes"
+        )
         check_at_least(self, 0, "seed")
 
 
@@ -233,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = (lambda line: print(line, file=sys.stderr)) if first else silent
     if config.parallel.sequence_parallel:
         say("--sequence-parallel has no effect: one token at a time is read")
-    with connected(launch, config.parallel, config.device, TIMEOUT, say) as processes:
+    limit = timedelta(minutes=config.distributed_timeout_minutes)
+    with connected(config, config.parallel, launch, config.device, limit, say) as processes:
         prompts = from_first(processes.world, lambda: prepared(config))
         files = ("tokenizer_model", "vocab_file", "merge_file")
         generator = open_checkpoint(

@@ -68,6 +68,12 @@ class Grid:
         return size == 1 or self._strides[axis] == other._strides[axis]
 
 
+def place(rank: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> str:
+    """Return a rank's coordinates as they stand before a log line: ``[pp1 dp0 tp3]``."""
+    parts = [f"{axis}{coordinates[axis]}" for axis in ("pp", "dp", "cp", "tp") if sizes[axis] > 1]
+    return f"[{' '.join(parts)}]" if parts else f"[rank {rank}]"
+
+
 class ParallelConfig(Config):
     """How many ways each kind of work is split over the ranks."""
 

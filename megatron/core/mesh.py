@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron.core.grid import ParallelConfig, divisions
+from megatron.core.grid import ParallelConfig, divisions, place
 
 TURNS = (
     ("tp", "etp", "kv_replica"),
@@ -137,9 +137,8 @@ class Mesh:
     @property
     def where(self) -> str:
         """Return this rank's coordinates as they stand before a log line: ``[pp1 dp0 tp3]``."""
-        shown = [self.axes[name] for name in ("pp", "dp", "cp", "tp")]
-        parts = [f"{axis.name}{axis.coordinate}" for axis in shown if axis.size > 1]
-        return f"[{' '.join(parts)}]" if parts else f"[rank {self.rank}]"
+        sizes = {name: axis.size for name, axis in self.axes.items()}
+        return place(self.rank, sizes, {name: axis.coordinate for name, axis in self.axes.items()})
 
     def limit_waiting(self, timeout: timedelta) -> None:
         """Let every collective from now on wait for an answer no longer than ``timeout``."""

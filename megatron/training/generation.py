@@ -5,6 +5,7 @@ the matrices of each layer (tensor parallelism) or the layers (pipeline parallel
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.config import resolve, specs
+from megatron.core.config import Config, resolve, specs
 from megatron.core.dist_checkpointing.load import Checkpoint, load
-from megatron.core.grid import ParallelConfig
+from megatron.core.grid import ParallelConfig, place
 from megatron.core.inference.engine import Completion, generate
 from megatron.core.inference.sampling import Sampling
-from megatron.core.mesh import Axis, Mesh
+from megatron.core.mesh import Axis, GroupOptions, Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.precision.config import PrecisionConfig
@@ -32,6 +33,8 @@ from megatron.core.utils import Say, UserError
 from megatron.training import layout_rules
 from megatron.training.checkpoints import contents as checkpointing
 from megatron.training.checkpoints import source as checkpoint_source
+from megatron.training.failing import watchdog
+from megatron.training.failing.heartbeat import Pulse
 from megatron.training.processes import setup
 from megatron.training.processes.launch import Launch
 from megatron.training.processes.rank_zero import from_first
@@ -147,6 +150,8 @@ class Processes:
     world: Axis
     device: torch.device
     layout: ParallelConfig
+    limit: timedelta
+    """How long a collective waits."""
 
 
 def check_layout(layout: ParallelConfig, world_size: int) -> None:
@@ -177,31 +182,37 @@ def check_layout(layout: ParallelConfig, world_size: int) -> None:
 
 @contextmanager
 def connected(
-    launch: Launch, layout: ParallelConfig, device: str, limit: timedelta, say: Say
+    config: Config, layout: ParallelConfig, launch: Launch, device: str, limit: timedelta, say: Say
 ) -> Iterator[Processes]:
-    """Join the other processes, and leave them at the end.
+    """Join the other processes, and leave them at the end; they fail together.
 
     Args:
-        launch: this process's place.
+        config: what this process was told; the others must have been told the same.
         layout: what the processes share, see `check_layout`.
+        launch: this process's place.
         device: ``auto``, ``cpu`` or ``cuda``.
         limit: how long to wait for one that does not come or does not answer.
         say: told what was chosen.
 
     Raises:
-        UserError: there is no such device here, or the layout is not one for generation.
+        UserError: there is no such device here, the layout is not one for generation, or the
+            processes cannot meet (`processes.meeting`).
+        RunFailed: not all processes came in time.
     """
     check_layout(layout, launch.world_size)
     here = setup.choose_device(device, launch)
     setup.set_threads(here, launch, os.environ, say)
     group = None
     if launch.world_size > 1:
-        backend = setup.choose_backend("auto", here)
-        setup.connect(launch, backend, limit, os.environ)
+        setup.join(config, launch, setup.choose_backend("auto", here), limit, os.environ)
         group = dist.group.WORLD
     world = Axis("world", tuple(range(launch.world_size)), launch.rank, group)
+    grid, _ = layout.grids(launch.world_size)
+    where = place(launch.rank, grid.sizes, grid.coordinates(launch.rank))
+    name = Path(sys.argv[0]).stem
     try:
-        yield Processes(world, here, layout)
+        with watchdog.watching(world, where, launch.master_addr, Pulse(), name):
+            yield Processes(world, here, layout, limit + setup.MARGIN)
     finally:
         setup.disconnect()
 
@@ -270,8 +281,12 @@ def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> 
     stages = make_stages(config.num_layers, processes.layout.pipeline_model_parallel_size)
     mesh = Mesh.serial(processes.device)
     if processes.world.size > 1:
-        groups = config.attention.num_query_groups
-        mesh = Mesh.create(processes.layout, processes.device, num_query_groups=groups)
+        mesh = Mesh.create(
+            processes.layout,
+            processes.device,
+            num_query_groups=config.attention.num_query_groups,
+            options=GroupOptions(timeout=processes.limit),
+        )
     # One token at a time is generated: layers that look further ahead stay out.
     alone = replace(config.mtp, mtp_num_layers=None)
     config = replace(config, attention_backend="auto", mtp=alone)

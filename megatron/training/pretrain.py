@@ -96,38 +96,31 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
     say(f"launch: {launch}")
     mesh = setup.create_mesh(config, launch, say)
     pulse = Pulse(60.0 * config.process.distributed_timeout_minutes)
-    watch: Watchdog | None = None
+    name = Path(sys.argv[0]).stem
     try:
-        watch = watchdog.start(mesh, launch.master_addr, pulse, Path(sys.argv[0]).stem)
-        for line in (
-            *startup.environment_lines(mesh),
-            *startup.settings_lines(config.flatten(), run.origins),
-            *run.lines(),
-        ):
-            say(line)
-        clock.lap("set-up")
-        # One process of each machine builds, since a cache folder may be a machine's own.
-        policy = BuildPolicy(build=launch.local_rank == 0, timeout=config.data.index_build_timeout)
-        job = Job(config, mesh, program, policy, say, clock, started)
-        job.pulse, job.watchdog = pulse, watch
-        if not config.training.exit_signal_handler:
-            return job.run()
-        with ExitSignal(config.training.exit_signal) as job.signal:
-            return job.run()
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise
-        if watch is not None:
-            watch.fail(error)
-        if not isinstance(error, RunFailed):
-            raise
+        with watchdog.watching(mesh.world, mesh.where, launch.master_addr, pulse, name) as watch:
+            for line in (
+                *startup.environment_lines(mesh),
+                *startup.settings_lines(config.flatten(), run.origins),
+                *run.lines(),
+            ):
+                say(line)
+            clock.lap("set-up")
+            # One process of each machine builds, since a cache folder may be a machine's own.
+            build = launch.local_rank == 0
+            policy = BuildPolicy(build=build, timeout=config.data.index_build_timeout)
+            job = Job(config, mesh, program, policy, say, clock, started)
+            job.pulse, job.watchdog = pulse, watch
+            if not config.training.exit_signal_handler:
+                return job.run()
+            with ExitSignal(config.training.exit_signal) as job.signal:
+                return job.run()
+    except RunFailed as error:
         failure = describe(error)
         write_error_file(failure.message, failure.stack)
         print(f"{mesh.where} {failure.line}", file=sys.stderr, flush=True)
         return failure.code
     finally:
-        if watch is not None:
-            watch.stop()
         setup.disconnect()
 
 

@@ -31,7 +31,7 @@ def refused(rank: int) -> tuple[str, int]:
         if rank == 1:
             patch.setattr(socket, "create_connection", refuse)
         with pytest.raises(UserError) as raised:
-            watchdog.start(mesh, "localhost", Pulse(), "a program")
+            watchdog.start(mesh.world, mesh.where, "localhost", Pulse(), "a program")
     return str(raised.value), len(told)
 
 

@@ -4,20 +4,30 @@ import importlib.util
 import io
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.utils import UserError
-from tests.harness import Pool, RankFailed
-from tests.programs import free_port, launch
+from megatron.core.grid import ParallelConfig
+from megatron.core.mesh import Axis
+from megatron.core.utils import UserError, silent
+from megatron.training.generation import Processes, open_checkpoint
+from megatron.training.processes import setup
+from tests.harness import Pool
+from tests.programs import ByHand, by_hand, free_port, launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 IDS = 20
@@ -238,11 +248,68 @@ def test_layouts_that_cannot_generate_are_refused_before_any_work(
         load_tool("generate_text").main(["--load", checkpoints, *map(str, layout)])
 
 
-def test_a_model_that_does_not_divide_is_named(pool: Pool, checkpoints: str) -> None:
-    flags = ("--load", checkpoints, "--device", "cpu", "--prompt", "1")
-    folder = Path(checkpoints).parent
-    layout = ("--tensor-model-parallel-size", 3)
-    with pytest.raises(RankFailed, match=r"--num-attention-heads \(2\)"):
-        launch(pool, 3, "tools.generate_text", *flags, *layout, folder=folder)
-    with pytest.raises(RankFailed, match=r"--pipeline-model-parallel-size \(2\)"):
-        launch(pool, 2, "tools.generate_text", *flags, *LAYOUTS[1], folder=folder)
+def started(checkpoints: str, folder: Path, *more: object, **given: Any) -> ByHand:
+    words = ("--load", checkpoints, "--device", "cpu", *more)
+    return by_hand("tools.generate_text", words, folder=folder, **given)
+
+
+@pytest.mark.parametrize(
+    ("world", "flag", "message"),
+    [
+        (3, "--tensor-model-parallel-size", "--num-attention-heads (2)"),
+        (2, "--pipeline-model-parallel-size", "--pipeline-model-parallel-size (2)"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_named_once(
+    checkpoints: str, tmp_path: Path, world: int, flag: str, message: str
+) -> None:
+    run = started(checkpoints, tmp_path, "--prompt", "1", flag, world, world=world)
+    assert run.codes() == [2] * world
+    said = run.errors.read_text()
+    assert said.count("generate_text: error: ") == 1 and said.count(message) == 1
+    assert "Traceback" not in said
+
+
+def test_a_port_that_is_taken_is_one_message(checkpoints: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        more = ("--prompt", "1", *LAYOUTS[0])
+        run = started(checkpoints, tmp_path, *more, world=2, ranks=[0], port=port)
+        assert run.codes() == [2]
+    said = run.errors.read_text()
+    assert "generate_text: error: rank 0 of 2 (RANK and WORLD_SIZE) cannot listen at" in said
+    assert "set MASTER_PORT to a free one" in said and "Traceback" not in said
+
+
+def test_processes_that_are_told_different_things_are_refused(
+    checkpoints: str, tmp_path: Path
+) -> None:
+    more = ("--prompt", "1", *LAYOUTS[0])
+    own = {1: ("--top-k", 3)}
+    run = started(checkpoints, tmp_path, *more, world=2, own_words=own)
+    assert run.codes() == [2, 2]
+    said = run.errors.read_text()
+    assert said.count("rank 1 has --top-k 3, rank 0 0") == 1 and "Traceback" not in said
+
+
+def test_a_process_that_dies_in_a_conversation_is_missed(checkpoints: str, tmp_path: Path) -> None:
+    """The first one waits for a line meanwhile, and would tell the other of it in a while."""
+    run = started(checkpoints, tmp_path, *LAYOUTS[0], world=2)
+    run.wait_for("loaded")
+    run.processes[1].kill()
+    assert run.codes(timeout=60) == [1, -signal.SIGKILL]
+    assert "[tp1] rank 1 died" in run.errors.read_text()
+
+
+def test_groups_have_the_limit_that_is_asked_for(pool: Pool, checkpoints: str) -> None:
+    assert pool.run(2, limits, checkpoints) == [{timedelta(minutes=3) + setup.MARGIN}] * 2
+
+
+def limits(rank: int, checkpoints: str) -> set[timedelta]:
+    world = Axis("world", (0, 1), rank, dist.group.WORLD)
+    layout = ParallelConfig.resolve(tensor_model_parallel_size=2)
+    limit = timedelta(minutes=3) + setup.MARGIN
+    processes = Processes(world, torch.device("cpu"), layout, limit)
+    mesh = open_checkpoint(checkpoints, None, processes, silent).model.mesh
+    groups = [axis.group for name, axis in mesh.axes.items() if axis.group and name != "world"]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}

@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from megatron.core import comm
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis
 from megatron.core.utils import UserError
 from megatron.training.failing.cause import DIED, Cause, Message, named
 from megatron.training.failing.failure import (
@@ -43,11 +44,34 @@ ALIKE = 0.5
 """Seconds by which rank 0 is before the others with an error that all ranks may have."""
 
 
-def start(mesh: Mesh, host: str, pulse: Pulse, program: str) -> "Watchdog | None":
+@contextmanager
+def watching(
+    world: Axis, where: str, host: str, pulse: Pulse, program: str
+) -> Iterator["Watchdog | None"]:
+    """Watch while the block runs; what it raises ends the process, with a word to the others.
+
+    A collective of the world. One process needs no watchdog, and an error of its block goes on. The
+    arguments are those of `start`.
+    """
+    watchdog = start(world, where, host, pulse, program)
+    try:
+        yield watchdog
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        is_good = isinstance(error, SystemExit) and not error.code
+        if watchdog is not None and not is_good:
+            watchdog.fail(error)
+        raise
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def start(world: Axis, where: str, host: str, pulse: Pulse, program: str) -> "Watchdog | None":
     """Start to watch; a collective of the world. One process needs no watchdog.
 
     Args:
-        mesh: of the run.
+        world: all ranks.
+        where: this rank's coordinates, as `grid.place` writes them.
         host: of rank 0.
         pulse: what this process is at.
         program: its name, for messages.
@@ -55,13 +79,14 @@ def start(mesh: Mesh, host: str, pulse: Pulse, program: str) -> "Watchdog | None
     Raises:
         UserError: some rank cannot reach rank 0; every rank raises, or ends here.
     """
-    if mesh.world.size == 1:
+    if world.size == 1:
         return None
-    interval = max(INTERVAL, mesh.world.size / BEATS_PER_SECOND)
-    hub = Hub(interval, pulse) if mesh.rank == 0 else None
+    rank = world.coordinate
+    interval = max(INTERVAL, world.size / BEATS_PER_SECOND)
+    hub = Hub(interval, pulse) if rank == 0 else None
     meeting = (hub.port, hub.token) if hub else None
-    gathered = comm.gather_objects((mesh.where, meeting), mesh.world)
-    places = [where for where, _ in gathered]
+    gathered = comm.gather_objects((where, meeting), world)
+    places = [place for place, _ in gathered]
     port, token = next(found for _, found in gathered if found is not None)
     if hub is not None:
         hub.open(places)
@@ -70,16 +95,14 @@ def start(mesh: Mesh, host: str, pulse: Pulse, program: str) -> "Watchdog | None
     try:
         link = Link(socket.create_connection((host, port), timeout=CONNECTING))
     except OSError as error:
-        problem = f"{named(places, mesh.rank)} cannot reach rank 0 at {host}:{port}: {error}"
+        problem = f"{named(places, rank)} cannot reach rank 0 at {host}:{port}: {error}"
     else:
-        link.send("hello", rank=mesh.rank, token=token)
-        watchdog = Watchdog(
-            link, mesh.rank, places, pulse, program=program, interval=interval, hub=hub
-        )
+        link.send("hello", rank=rank, token=token)
+        watchdog = Watchdog(link, rank, places, pulse, program=program, interval=interval, hub=hub)
         watchdog.start()
     try:
         # All hear of it here; of one that dies before, the hub tells those that are connected.
-        _check_connected(comm.gather_objects(problem, mesh.world))
+        _check_connected(comm.gather_objects(problem, world))
     except BaseException as error:
         if watchdog is not None:
             watchdog.fail(error)

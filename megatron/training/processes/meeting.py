@@ -17,10 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import comm
-from megatron.core.config import flag_of
+from megatron.core.config import Config, flag_of
 from megatron.core.mesh import Axis
 from megatron.core.utils import UserError
-from megatron.training.config import RunConfig
 from megatron.training.failing import failure
 from megatron.training.health import RunFailed
 from megatron.training.processes.launch import Launch
@@ -78,7 +77,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-def check_settings(config: RunConfig) -> None:
+def check_settings(config: Config) -> None:
     """Refuse to go on if the processes were given different settings; a collective of the world.
 
     Raises:
@@ -101,13 +100,13 @@ def check_settings(config: RunConfig) -> None:
             if value != everyone[0].get(name):
                 raise UserError(
                     f"the processes were started with different flags: rank {other} has "
-                    f"{flag_of(RunConfig, name)} {value}, rank 0 {everyone[0].get(name)}; start "
+                    f"{flag_of(type(config), name)} {value}, rank 0 {everyone[0].get(name)}; start "
                     "all of them with the same"
                 )
     raise AssertionError("settings differ, but none of them does")
 
 
-def common_settings(config: RunConfig) -> dict[str, Any]:
+def common_settings(config: Config) -> dict[str, Any]:
     """Return the settings that all processes must share, by name, as texts."""
     return {
         name: repr(value)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.core.config import Config
 from megatron.core.mesh import GroupOptions, Mesh
 from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
@@ -56,12 +57,33 @@ def create_mesh(
     if backend == "nccl":
         record_collectives(config.process.flight_recorder, environ, say)
     limit = timedelta(minutes=config.process.distributed_timeout_minutes)
-    meeting.meet(launch, lambda: connect(launch, backend, limit + MARGIN, environ), limit + MARGIN)
+    join(config, launch, backend, limit, environ)
     try:
-        meeting.check_settings(config)
         return connected_mesh(config, device)
     except BaseException:
         disconnect()  # else gloo's threads abort the process at its end
+        raise
+
+
+def join(
+    config: Config,
+    launch: Launch,
+    backend: str,
+    limit: timedelta,
+    environ: MutableMapping[str, str],
+) -> None:
+    """Meet the other processes, and find out that they were given the same settings.
+
+    Raises:
+        UserError: the meeting point cannot be used, or settings differ; see `meeting`.
+        RunFailed: not all processes came in time.
+    """
+    late = limit + MARGIN
+    meeting.meet(launch, lambda: connect(launch, backend, late, environ), late)
+    try:
+        meeting.check_settings(config)
+    except BaseException:
+        disconnect()
         raise
 
 
