@@ -37,7 +37,7 @@ def made_up(run: RunConfig, tp: int, pp: int) -> Mesh:
     sharers = ways // min(ways, groups)
     cp = parallel.context_parallel_size
     sizes = {"tp": ways, "cp": cp, "dp": data, "pp": parallel.pipeline_model_parallel_size}
-    sizes |= {"dp_cp": data * cp, "kv_replica": sharers}
+    sizes |= {"dp_cp": data * cp, "dp_inner": data * cp, "kv_replica": sharers}
     at = {"tp": tp, "pp": pp, "kv_replica": tp % sharers}
     serial = Mesh.serial()
     axes = {
@@ -61,11 +61,26 @@ TP4, PP2, PP4 = (
     f"--dry-run-world-size {n} --{kind}-model-parallel-size {n}"
     for kind, n in (("tensor", 4), ("pipeline", 2), ("pipeline", 4))
 )
+LATENTS = "--multi-latent-attention --q-lora-rank 24 --position-embedding-type rope --qk-layernorm"
 LAYOUTS = {
     "serial": "",
     "bf16": "--bf16 --qk-layernorm",
     "fp64 sgd": "--fp64 --optimizer sgd --sgd-momentum 0.9",
     "sgd without momentum": "--optimizer sgd --sgd-momentum 0",
+    "muon": "--optimizer muon --bf16",
+    "muon tp4": f"{TP4} --optimizer muon --muon-tp-mode distributed {LLAMA} --decoupled-lr 1e-2",
+    "muon and lion, latents": f"{LATENTS} --optimizer muon --muon-scalar-optimizer lion --fp64",
+    "muon dp3, some matrices left to adam": "--dry-run-world-size 3 --optimizer muon "
+    "--ddp-bucket-size 9000 --param-group-overrides *.linear_fc2.weight:optimizer=adam",
+    "muon dp3 optim": "--dry-run-world-size 3 --optimizer dist_muon --bf16",
+    "muon dp3 optim, small buckets": "--dry-run-world-size 3 --optimizer dist_muon "
+    "--overlap-grad-reduce --ddp-bucket-size 9000 --swiglu",
+    "muon dp5 optim_grads": "--dry-run-world-size 5 --optimizer muon --bf16 "
+    "--data-parallel-sharding-strategy optim_grads",
+    "muon cp2 dp2 optim_grads_params": "--dry-run-world-size 4 --context-parallel-size 2 --bf16 "
+    f"--optimizer muon --use-megatron-fsdp {LLAMA}",
+    "lion": "--optimizer lion --qk-layernorm",
+    "lion dp3 optim": "--dry-run-world-size 3 --optimizer lion --use-distributed-optimizer",
     "tp4": f"{TP4} --bf16",
     "tp4 sp": f"{TP4} --sequence-parallel --qk-layernorm",
     "tp4, shared key heads": f"{TP4} {LLAMA} --add-qkv-bias --qk-layernorm --bf16",
@@ -93,8 +108,7 @@ LAYOUTS = {
     "all in a V, tied": "--dry-run-world-size 24 --tensor-model-parallel-size 2 "
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --context-parallel-size 2 "
     "--ddp-num-buckets 3 --bf16",
-    "latents": f"{TP4} --sequence-parallel --multi-latent-attention --q-lora-rank 24 "
-    "--position-embedding-type rope --qk-layernorm --bf16",
+    "latents": f"{TP4} --sequence-parallel {LATENTS} --bf16",
 }
 
 
