@@ -44,6 +44,8 @@ RUNS = {
     "bf16": "--bf16",
     "bf16-stream": "--bf16 --fp32-residual-connection",
     "bf16-grads": "--bf16 --grad-reduce-in-bf16",
+    "bf16-optimizer": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
     "fp16": FP16,
     "fp16-losses": f"{FP16} --fp16-lm-cross-entropy",
 }
@@ -53,6 +55,7 @@ BOUNDS = {
     "bf16": (0.03, 0.015),
     "bf16-stream": (0.03, 0.015),
     "bf16-grads": (0.03, 0.015),
+    "bf16-optimizer": (0.03, 0.015),
     "fp16": (0.01, 0.005),
     "fp16-losses": (0.01, 0.005),
 }

@@ -109,10 +109,11 @@ class PrecisionConfig(Config):
                     f"{said} {value} needs --use-precision-aware-optimizer; give that too, or "
                     f"leave {said} out"
                 )
-            if value == "fp8":
+            if name.startswith("exp_avg") and value != "bf16":
+                # Squares of gradients of 1e-4 are below what fp16 holds.
                 raise UserError(
-                    f"{said} fp8 is not built: moments in FP8 need a scale for each tensor, and "
-                    f"come in a later version; use {said} bf16"
+                    f"{said} {value} is not built: below 6e-8 a moment would vanish, so each needs "
+                    f"a scale, which comes in a later version; use {said} bf16"
                 )
             if self.fp64:
                 raise UserError(f"{said} {value} contradicts --fp64; drop one of them")
