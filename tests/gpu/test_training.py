@@ -63,14 +63,17 @@ def test_three_iterations_are_those_of_the_cpu(variant: str) -> None:
     assert apart.largest <= 1e-10, apart
 
 
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"fp16": True, "loss_scale": 64.0}])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "latent"])
-def test_bf16_is_as_near_to_float64_as_on_the_cpu(variant: str) -> None:
-    """Within four times the distance of the CPU's bf16, and within two percent.
+def test_half_is_as_near_to_float64_as_on_the_cpu(
+    variant: str, precision: dict[str, object]
+) -> None:
+    """Within four times the distance of the CPU's half, and within two percent.
 
     Rounding goes another way on each device. On the CPU products are summed in fp32, as on CUDA.
     """
     exact = small(VARIANTS[variant])
-    half = replace(exact, precision=PrecisionConfig.resolve(bf16=True))
+    half = replace(exact, precision=PrecisionConfig.resolve(**precision))
     want = trained(exact, "cpu")
     here, there = (_distance(trained(half, device), want) for device in (DEVICE, "cpu"))
     assert 0 < here <= min(4 * max(there, 1e-3), 0.02), (here, there)

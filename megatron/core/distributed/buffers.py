@@ -260,7 +260,8 @@ def _allow_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     if not hasattr(parameter, "grad_dtype"):
         raise UserError(
             f"this torch ({torch.__version__}) cannot keep {dtype} gradients of {parameter.dtype} "
-            "parameters; --bf16 needs a torch whose tensors have grad_dtype, such as 2.13"
+            "parameters; --bf16 and --fp16 need a torch whose tensors have grad_dtype, such as "
+            "2.13, or --no-accumulate-allreduce-grads-in-fp32"
         )
     parameter.grad_dtype = dtype
 
