@@ -43,6 +43,7 @@ VARIANTS = {
     "pieces": f"{ROTARY} --logits-at-once 300 --no-calculate-per-token-loss",
     "recomputed": f"{ROTARY} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 3 --mtp-num-layers 1",
+    "offloaded": f"{ROTARY} --optimizer-cpu-offload --optimizer-offload-fraction 0.4",
     "packed-means": "--reset-position-ids --reset-attention-mask --eod-mask-loss "
     "--no-calculate-per-token-loss --optimizer sgd --micro-batch-size 2",
 }
@@ -95,6 +96,7 @@ LAYOUTS = {
     "recomputed": """
         dp2 optim_grads_params; pp2 dp2 optim_grads_params overlap; pp2 zb-v dp2 optim_grads_params
     """,
+    "offloaded": "dp3 optim; tp2 sp pp2 dp2 optim_grads_params",
     "packed-means": """
         tp2; cp4; dp4; pp2 vpp2; cp2 a2a pp2 dp2; tp2 sp cp2 dp2
     """,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.config import Strategy
-from megatron.core.distributed.layout import BufferPlan, Grouped, Item, Range
+from megatron.core.distributed.layout import BufferPlan, Grouped, Item, Part, Range
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Sharding
 from megatron.core.utils import UserError
@@ -235,14 +235,9 @@ class FlatBuffer:
             ranges += layout.merge(sorted(mine))
         return ranges
 
-    def cut(self, ranges: Iterable[Range]) -> list[tuple[int, slice]]:
-        """Return the parts of ``ranges`` that lie in `spans`: (number of the span, slice of it)."""
-        return [
-            (number, slice(common[0] - span[0], common[1] - span[0]))
-            for each in ranges
-            for number, span in enumerate(self.spans)
-            if (common := layout.intersect(each, span)) is not None
-        ]
+    def cut(self, ranges: Iterable[Range]) -> list[Part]:
+        """Return the parts of ``ranges`` that lie in `spans`."""
+        return layout.cut(ranges, self.spans)
 
 
 def _empty(flat: Tensor) -> None:

@@ -15,7 +15,7 @@ deals them to the shares of a bucket, and groups lie in order within a share.
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -28,6 +28,8 @@ ALIGNMENT = 64
 
 Range = tuple[int, int]
 """Half-open (start, stop) in elements."""
+Part = tuple[int, slice]
+"""A slice of the span with this number."""
 
 
 class Grouped(Protocol):
@@ -226,6 +228,41 @@ def merge(ranges: Sequence[Range]) -> list[Range]:
         else:
             merged.append((start, stop))
     return merged
+
+
+def cut(ranges: Iterable[Range], spans: Sequence[Range]) -> list[Part]:
+    """Return the parts of ``ranges`` that lie in ``spans``."""
+    return [
+        (number, slice(common[0] - span[0], common[1] - span[0]))
+        for each in ranges
+        for number, span in enumerate(spans)
+        if (common := intersect(each, span)) is not None
+    ]
+
+
+def first_elements(total: int, fraction: float) -> int:
+    """Return how many of ``total`` elements `first_part` takes."""
+    return min(round_up(math.ceil(total * fraction), ALIGNMENT), total)
+
+
+def first_part(spans: Sequence[Range], fraction: float) -> tuple[list[Part], list[Part]]:
+    """Return the first ``fraction`` of ``spans``, rounded up to `ALIGNMENT`, and the rest.
+
+    >>> first_part([(0, 128), (256, 384)], 0.75)
+    ([(0, slice(0, 128, None)), (1, slice(0, 64, None))], [(1, slice(64, 128, None))])
+    """
+    sizes = [stop - start for start, stop in spans]
+    left = first_elements(sum(sizes), fraction)
+    first: list[Part] = []
+    rest: list[Part] = []
+    for number, size in enumerate(sizes):
+        taken = min(left, size)
+        left -= taken
+        if taken:
+            first.append((number, slice(0, taken)))
+        if taken < size:
+            rest.append((number, slice(taken, size)))
+    return first, rest
 
 
 def bridge_gaps(ranges: Sequence[Range], plan: BufferPlan) -> list[Range]:

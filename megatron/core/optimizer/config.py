@@ -38,6 +38,21 @@ class OptimizerConfig(Config):
     decoupled_min_lr: float | None = option(None)
     """Learning rate of embedding and output head at the end of the decay; --min-lr when absent."""
 
+    optimizer_cpu_offload: bool = option(False)
+    """Keep masters and states in host memory, and update them there."""
+
+    optimizer_offload_fraction: float = option(1.0)
+    """Share of each buffer's masters and states that --optimizer-cpu-offload keeps on the host."""
+
+    overlap_cpu_optimizer_d2h_h2d: bool = option(False)
+    """Let copies of gradients and weights run beside updates on the host."""
+
+    pin_cpu_grads: bool = option(True)
+    """Gradients on the host are in pinned memory."""
+
+    pin_cpu_params: bool = option(True)
+    """Masters on the host are in pinned memory."""
+
     clip_grad: float = option(1.0)
     """Largest global gradient norm; a larger gradient is scaled down to it, 0 turns this off."""
 
@@ -101,6 +116,16 @@ class OptimizerConfig(Config):
         # Weights that never get a gradient would otherwise become 0 / 0.
         check_above(self, 0, "adam_eps", "muon_extra_scale_factor")
         check_at_least(self, 1, "muon_num_ns_steps")
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            raise UserError(
+                f"--optimizer-offload-fraction ({self.optimizer_offload_fraction}) must be from 0 "
+                "to 1"
+            )
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
+            raise UserError(
+                "--optimizer-cpu-offload does not go with --optimizer muon, whose products are for "
+                "the device; share its states out with --use-distributed-optimizer, or use adam"
+            )
         check_at_most(self, MOST_STEPS, "muon_num_ns_steps")
         momenta = ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2")
         for name in (*momenta, "muon_momentum"):
@@ -115,6 +140,11 @@ class OptimizerConfig(Config):
                     f"--param-group-overrides {text}: --optimizer {self.optimizer} has the rules "
                     f"{' and '.join(self.rules)}, not {override.rule}"
                 )
+
+    @property
+    def offloaded_fraction(self) -> float:
+        """Return the share of masters and states that is on the host."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @property
     def rules(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 from megatron.core.distributed.config import Strategy
-from megatron.core.distributed.layout import BufferPlan
+from megatron.core.distributed.layout import BufferPlan, first_elements
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.utils import divide
@@ -34,6 +34,8 @@ def predict(
 ) -> dict[str, int]:
     """Return the bytes of a rank that holds the buffers of ``plans``, by category.
 
+    All are on the device, but ``host``: what --optimizer-cpu-offload keeps.
+
     Args:
         plans: its buffers.
         config: the update rule.
@@ -46,11 +48,19 @@ def predict(
     has_masters = precision.params_dtype != precision.main_dtype
     weights = share if strategy == "optim_grads_params" else size
     gradients = share if strategy in ("optim_grads", "optim_grads_params") else size
+    master, gradient = BYTES[precision.main_dtype], BYTES[precision.grad_dtype]
+    masters = states = host = 0
+    for plan in plans:
+        mine = divide(plan.size, shares)
+        away = first_elements(mine, config.offloaded_fraction)
+        kept = state_bytes(plan.rule, config, precision)
+        masters += (mine - away) * master if has_masters else 0
+        states += (mine - away) * kept
+        host += away * (master + gradient + kept)
     return {
         "weights": weights * BYTES[precision.params_dtype],
-        "gradients": gradients * BYTES[precision.grad_dtype],
-        "masters": share * BYTES[precision.main_dtype] if has_masters else 0,
-        "states": sum(
-            divide(plan.size, shares) * state_bytes(plan.rule, config, precision) for plan in plans
-        ),
+        "gradients": gradients * gradient,
+        "masters": masters,
+        "states": states,
+        "host": host,
     }

@@ -8,7 +8,7 @@ Update rules count in fp32 or fp64. Gradients, masters and states that are kept 
 a piece at a time, updated and rounded back, so that the wide copies stay small.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron.core.distributed import layout
 from megatron.core.distributed.buffers import FlatBuffer, Member
-from megatron.core.optimizer.update import Ranges, Step, UpdateRule
+from megatron.core.distributed.layout import Part, Range
+from megatron.core.optimizer.update import Ranges, Signals, Step, UpdateRule
 
 AT_ONCE = 1 << 22
 """Elements that are widened at once."""
@@ -35,30 +36,56 @@ class Dtypes:
 
 
 class Shard:
-    """The ranges of one flat buffer that this rank updates, and their optimizer state."""
+    """Ranges of one flat buffer that this rank updates, and their optimizer state.
 
-    def __init__(self, buffer: FlatBuffer, state_names: Iterable[str], dtypes: Dtypes) -> None:
+    Args:
+        buffer: the buffer.
+        parts: of its spans.
+        state_names: of the update rule.
+        dtypes: of masters and states.
+    """
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        parts: Sequence[Part],
+        state_names: Iterable[str],
+        dtypes: Dtypes,
+    ) -> None:
         self.buffer, self.dtypes = buffer, dtypes
-        self.spans = buffer.spans
+        self.spans = [
+            (buffer.spans[number][0] + part.start, buffer.spans[number][0] + part.stop)
+            for number, part in parts
+        ]
         self.sizes = [stop - start for start, stop in self.spans]
-        self.weights, self.grads = buffer.weight_pieces, buffer.grad_pieces
+        self.weights = [buffer.weight_pieces[number][part] for number, part in parts]
+        self.grads = [buffer.grad_pieces[number][part] for number, part in parts]
         self.has_masters = buffer.data.dtype != dtypes.main
-        # One piece of memory for all ranges, cut into views.
-        self.mains = self.weights
-        if self.has_masters:
-            masters = torch.cat([piece.to(dtypes.main) for piece in self.weights])
-            self.mains = list(masters.split(self.sizes))
-        device = buffer.grad.device
+        self.mains = self._mains()
         self.states: dict[str, list[Tensor]] = {}
         for name in state_names:
             dtype = dtypes.states.get(name, dtypes.computing)
-            zeros = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
-            self.states[name] = list(zeros.split(self.sizes))
+            self.states[name] = list(self._zeros(dtype).split(self.sizes))
         self.groups = self._groups()
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        """Return one piece of memory for all ranges."""
+        return torch.zeros(sum(self.sizes), dtype=dtype, device=self.buffer.grad.device)
+
+    def _mains(self) -> list[Tensor]:
+        """Return what is updated: copies of the weights, or the weights themselves."""
+        if not self.has_masters:
+            return self.weights
+        masters = torch.cat([piece.to(self.dtypes.main) for piece in self.weights])
+        return list(masters.split(self.sizes))
+
+    def _updated_from(self) -> list[Tensor]:
+        """Return the gradients where they are used."""
+        return self.grads
 
     def _groups(self) -> list[tuple[str, Ranges]]:
         """Return what is updated of each optimizer group."""
-        found, buffer = [], self.buffer
+        found, buffer, gradients = [], self.buffer, self._updated_from()
         for group, segment in buffer.plan.segments:
             cuts: list[tuple[int, slice]] = []
             members: list[Member] = []
@@ -71,7 +98,7 @@ class Shard:
             if cuts:
                 ranges = Ranges(
                     _cut(self.mains, cuts),
-                    _cut(self.grads, cuts),
+                    _cut(gradients, cuts),
                     {name: _cut(state, cuts) for name, state in self.states.items()},
                     tuple(members),
                 )
@@ -84,15 +111,24 @@ class Shard:
             for member in self.buffer.members(span, number):
                 yield number, member
 
-    @property
-    def masters(self) -> list[Tensor]:
-        """Return the masters, cut like `spans`; empty where weights are updated in place."""
-        return self.mains if self.has_masters else []
+    def cut(self, ranges: Iterable[Range]) -> list[Part]:
+        """Return the parts of the buffer's ``ranges`` that lie in `spans`."""
+        return layout.cut(ranges, self.spans)
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """Return masters and states by name, each cut like `spans`."""
         masters = {"master": self.mains} if self.has_masters else {}
         return {**masters, **self.states}
+
+    def fetch(self) -> None:
+        """Have the gradients where they are used, or on their way there."""
+
+    def signals(self, step: Signals) -> Signals:
+        """Return what all groups are told, where the ranges are updated."""
+        return step
+
+    def reload(self) -> None:
+        """Take note that weights were loaded."""
 
     def publish(self) -> None:
         """Round the masters into the parameters."""

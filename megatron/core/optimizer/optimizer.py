@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import Fill, Member
+from megatron.core.distributed.buffers import Fill, FlatBuffer, Member
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.layout import Part
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer import clip, groups
 from megatron.core.optimizer.adam import Adam
@@ -34,8 +35,9 @@ from megatron.core.optimizer.groups import Entry, Group, Rates
 from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.mixed_precision import Dtypes, Shard, update
 from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.offload import HostShard
 from megatron.core.optimizer.sgd import SGD
-from megatron.core.optimizer.update import Step, UpdateRule
+from megatron.core.optimizer.update import Signals, Step, UpdateRule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.sharding import Sharding
@@ -93,10 +95,7 @@ class Optimizer:
         self.config, self.data_parallel, self.mesh = config, data_parallel, mesh
         self.dtypes, self.scaler = dtypes, scaler
         self._rules: dict[str, UpdateRule] = {n: _rule(n, config, mesh) for n in config.rules}
-        self.shards = [
-            Shard(buffer, self._rules[buffer.plan.rule].state_names, dtypes)
-            for buffer in data_parallel.buffers
-        ]
+        self.shards = [shard for buffer in data_parallel.buffers for shard in self._shards(buffer)]
         self._learn_parts()
         group_of = groups.grouping(config)
         self._groups: dict[str, Group] = {}
@@ -105,13 +104,23 @@ class Optimizer:
             self._groups[group.name] = group
         self._step = torch.zeros((), dtype=torch.float32, device=mesh.device)
         # Replicas hold the same gradients: one of them counts.
-        self._owned: list[list[tuple[int, slice]]] = []
+        self._owned: list[list[Part]] = []
         self._owned_numel = 0
         for shard in self.shards:
-            buffer = shard.buffer
-            ranges = buffer.owned_ranges(mesh)
-            self._owned_numel += sum(part.stop - part.start for _, part in buffer.cut(ranges))
-            self._owned.append(buffer.cut(layout.bridge_gaps(ranges, buffer.plan)))
+            ranges = shard.buffer.owned_ranges(mesh)
+            self._owned_numel += sum(part.stop - part.start for _, part in shard.cut(ranges))
+            self._owned.append(shard.cut(layout.bridge_gaps(ranges, shard.buffer.plan)))
+
+    def _shards(self, buffer: FlatBuffer) -> Iterator[Shard]:
+        """Yield what this rank updates of a buffer: on the host, and on the device."""
+        config, names = self.config, self._rules[buffer.plan.rule].state_names
+        host, device = layout.first_part(buffer.spans, config.offloaded_fraction)
+        if host:
+            pins = (config.pin_cpu_grads, config.pin_cpu_params)
+            overlaps = config.overlap_cpu_optimizer_d2h_h2d
+            yield HostShard(buffer, host, names, self.dtypes, overlaps=overlaps, pins=pins)
+        if device:
+            yield Shard(buffer, device, names, self.dtypes)
 
     def _learn_parts(self) -> None:
         """Let Muon learn what peers hold of its matrices; a collective over ``tp``."""
@@ -167,21 +176,24 @@ class Optimizer:
         scale = torch.where(finite, factor * gradient_scale, 1.0)
         self._step += 1 - found
         rates = Rates(lr, weight_decay, decoupled_lr)
+        told = Signals(self._step, self._apply_scale(scale), found)
         for shard in self.shards:
-            inverse = self._apply_scale(shard, scale)
-            rule = self._rules[shard.buffer.plan.rule]
+            shard.fetch()
+        for shard in self.shards:
+            rule, signals = self._rules[shard.buffer.plan.rule], shard.signals(told)
             for group, ranges in shard.groups:
                 settings = self._groups[group].settings(rates)
-                how = Step(settings, self._step, inverse, found)
+                how = Step(**vars(signals), settings=settings)
                 update(rule, ranges, how, self.dtypes.computing)
             shard.publish()
         self.data_parallel.publish_weights()
         return Update(norm, found, num_zeros)
 
-    def _apply_scale(self, shard: Shard, scale: Tensor) -> Tensor | None:
+    def _apply_scale(self, scale: Tensor) -> Tensor | None:
         """Return the fp32 divisor that applies ``scale`` in the update; None: it is applied."""
         if self.dtypes.computing == torch.float64:
-            torch._foreach_mul_(shard.grads, scale)  # the fused update would round it to fp32
+            for shard in self.shards:
+                torch._foreach_mul_(shard.grads, scale)  # the fused update would round it to fp32
             return None
         return scale.reciprocal().float()
 
@@ -247,18 +259,23 @@ class Optimizer:
         self._step.fill_(stored["step"])
         self.scaler.load_state(stored.get("loss_scale", {}))
 
+    def reload(self) -> None:
+        """Take note that weights were loaded: masters that no checkpoint has are theirs."""
+        for shard in self.shards:
+            shard.reload()
+
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds, by category."""
         buffers, shares = self.data_parallel.buffers, self.data_parallel.shares
         weights = [b.weight_pieces if shares.weights else [b.data] for b in buffers]
+        here = [shard for shard in self.shards if not isinstance(shard, HostShard)]
         gradients = [b.grad_pieces if shares.gradients else [b.grad] for b in buffers]
         return {
             "weights": sum(piece.nbytes for pieces in weights for piece in pieces),
             "gradients": sum(piece.nbytes for pieces in gradients for piece in pieces),
-            "masters": sum(t.nbytes for shard in self.shards for t in shard.masters),
-            "states": sum(
-                t.nbytes for shard in self.shards for kept in shard.states.values() for t in kept
-            ),
+            "masters": sum(t.nbytes for s in here if s.has_masters for t in s.mains),
+            "states": sum(t.nbytes for s in here for kept in s.states.values() for t in kept),
+            "host": sum(s.host_bytes for s in self.shards if isinstance(s, HostShard)),
         }
 
 

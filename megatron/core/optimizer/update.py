@@ -27,17 +27,23 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Step:
-    """How to update."""
+class Signals:
+    """What one step tells all groups."""
 
-    settings: Settings
-    """Learning rate and decay of the group."""
     number: Tensor
     """Number of this update, from 1; fp32."""
     inverse_scale: Tensor | None
     """Divisor of the gradient, fp32; None leaves it."""
     found_nonfinite: Tensor
     """fp32; 1 leaves everything as it is."""
+
+
+@dataclass(frozen=True)
+class Step(Signals):
+    """How to update one group."""
+
+    settings: Settings
+    """Learning rate and decay of the group."""
 
 
 def unscale(grad: Tensor, step: Step) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,10 @@ class Optimizer(Protocol):
 
     def load_scalars(self, stored: Mapping[str, Any]) -> None: ...
 
+    def reload(self) -> None:
+        """Take note that weights were loaded."""
+        ...
+
 
 def items(
     models: Sequence[nn.Module],

@@ -106,6 +106,8 @@ def load_checkpoint(
             raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
         if with_optimizer and optimizer is not None:
             optimizer.load_scalars(facts["optimizer"])
+        if optimizer is not None:
+            optimizer.reload()
         wants_random = config.load_rng and not fresh
         got_random = wants_random and _load_random(checkpoint, mesh, say)
     comm.barrier(mesh.world)

@@ -31,7 +31,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Return the sum of all that is on the device."""
-        return sum(self.fixed.values()) + self.activations
+        return sum(n for name, n in self.fixed.items() if name != "host") + self.activations
 
 
 class MemoryPlan:
@@ -78,7 +78,7 @@ class MemoryPlan:
 
     def _fits(self, samples: int, count: int, memory_bytes: float) -> bool:
         held = self._alive(samples, count)
-        fixed = [sum(parts.values()) for _, parts in self.fixed]
+        fixed = [sum(n for name, n in parts.items() if name != "host") for _, parts in self.fixed]
         return all(a + b <= memory_bytes for a, (b, _) in zip(fixed, held, strict=True))
 
     def _alive(self, samples: int, count: int) -> list[tuple[int, int]]:

@@ -1,0 +1,129 @@
+"""Masters and states in host memory, updated there (``--optimizer-cpu-offload``).
+
+A `HostShard` is the part of a buffer that is updated by the CPU (Ren et al., 2021, "ZeRO-Offload"):
+
+    gradients --> host        update of masters and states by the CPU        masters --> weights
+
+The host always has a master, since the weights stay on the device. On CUDA the copies run in a
+stream of their own, from and into pinned memory; with ``overlaps`` gradients of all shards are on
+their way while the first ones are used, and weights while the next ones are updated. Where the
+device is the CPU itself all of it happens in the same way, copies included.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.buffers import FlatBuffer
+from megatron.core.distributed.layout import Part
+from megatron.core.optimizer.mixed_precision import Dtypes, Shard
+from megatron.core.optimizer.update import Signals
+
+HOST = torch.device("cpu")
+
+
+class HostShard(Shard):
+    """Ranges of a buffer whose masters and states are in host memory.
+
+    Args:
+        buffer: the buffer.
+        parts: of its spans.
+        state_names: of the update rule.
+        dtypes: of masters and states.
+        overlaps: let copies run beside updates.
+        pins: gradients and masters are in pinned memory, where the device is CUDA.
+    """
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        parts: Sequence[Part],
+        state_names: Iterable[str],
+        dtypes: Dtypes,
+        *,
+        overlaps: bool = False,
+        pins: tuple[bool, bool] = (True, True),
+    ) -> None:
+        device = buffer.grad.device
+        self._overlaps = overlaps
+        self._pins_grads, self._pins_masters = (pin and device.type == "cuda" for pin in pins)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrival: torch.cuda.Event | None = None
+        self._departure: torch.cuda.Event | None = None
+        super().__init__(buffer, parts, state_names, dtypes)
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(sum(self.sizes), dtype=dtype, device=HOST)
+
+    def _mains(self) -> list[Tensor]:
+        masters = torch.empty(
+            sum(self.sizes), dtype=self.dtypes.main, device=HOST, pin_memory=self._pins_masters
+        )
+        mains = list(masters.split(self.sizes))
+        for main, weight in zip(mains, self.weights, strict=True):
+            main.copy_(weight)
+        return mains
+
+    def _updated_from(self) -> list[Tensor]:
+        flat = torch.empty(
+            sum(self.sizes), dtype=self.buffer.grad.dtype, device=HOST, pin_memory=self._pins_grads
+        )
+        self._host_grads = list(flat.split(self.sizes))
+        return self._host_grads
+
+    @property
+    def host_bytes(self) -> int:
+        """Return what this shard has in host memory."""
+        kept = [*self.mains, *self._host_grads]
+        kept += [piece for pieces in self.states.values() for piece in pieces]
+        return sum(piece.nbytes for piece in kept)
+
+    def fetch(self) -> None:
+        _wait(self._departure)
+        self._arrival = self._copy(self._host_grads, self.grads)
+        if not self._overlaps:
+            _wait(self._arrival)
+
+    def signals(self, step: Signals) -> Signals:
+        _wait(self._arrival)
+        scale = step.inverse_scale
+        return Signals(
+            number=step.number.to(HOST),
+            inverse_scale=None if scale is None else scale.to(HOST),
+            found_nonfinite=step.found_nonfinite.to(HOST),
+        )
+
+    def reload(self) -> None:
+        """Take the masters from the weights, where no checkpoint has them."""
+        if not self.has_masters:
+            for main, weight in zip(self.mains, self.weights, strict=True):
+                main.copy_(weight)
+
+    def publish(self) -> None:
+        self._departure = self._copy(self.weights, self.mains)
+        if self._stream is not None:
+            # What computes next with the weights comes after their arrival.
+            torch.cuda.current_stream(self.buffer.grad.device).wait_stream(self._stream)
+        if not self._overlaps:
+            _wait(self._departure)
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event | None:
+        """Copy, rounding where dtypes differ; return what tells when it is done, on CUDA."""
+        if self._stream is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self.buffer.grad.device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                # A copy that casts on the way would be made piece by piece.
+                target.copy_(source.to(target.dtype), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.synchronize()
