@@ -16,8 +16,6 @@ from megatron.core.transformer import offload_config, recompute_config
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
 from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule, experts_need_an_expert_model
-from megatron.training.layout_rules import check_tensor_heads as check_tensor_heads
-from megatron.training.layout_rules import check_tensor_widths as check_tensor_widths
 from megatron.training.nearest_layout import nearest_layouts
 from megatron.training.processes.group_settings import group_settings
 from megatron.training.wording import flag, listed, nearest_multiples, nearest_of

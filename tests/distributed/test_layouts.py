@@ -40,7 +40,7 @@ VARIANTS = {
     "alibi": "--position-embedding-type alibi --softmax-type learnable --squared-relu "
     "--apply-layernorm-1p --untie-embeddings-and-output-weights",
     "packed": f"{ROTARY} --reset-position-ids --reset-attention-mask --eod-mask-loss",
-    "pieces": f"{ROTARY} --logits-at-once 300 --no-calculate-per-token-loss",
+    "pieces": f"{ROTARY} --logits-at-once 300 --no-calculate-per-token-loss --label-smoothing 0.1",
     "recomputed": f"{ROTARY} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 3 --mtp-num-layers 1",
     "offloaded": f"{ROTARY} --optimizer-cpu-offload --optimizer-offload-fraction 0.4",

@@ -13,7 +13,6 @@ from megatron.core import comm
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.pipeline_parallel.p2p import share_shapes
 from megatron.core.pipeline_parallel.schedules import ScheduleName, make_schedule
 from megatron.core.tensor_parallel import layers
 from tests.harness import Pool
@@ -131,12 +130,11 @@ def train(
         placement = schedule.placement
         toy = Toy(placement.positions(rank), placement.num_stages)
         toy.zero_grad()
-        shapes = share_shapes(shapes_of(data) if rank == 0 else None, count, 3, axis, CPU)
         events: list[tuple[Any, ...]] = []
         executor.run(
             schedule,
             toy.step_over(data),
-            shapes,
+            shapes_of(data),
             before_gradients=lambda *told, events=events: events.append(("before", *told)),
             after_gradients=lambda *told, events=events: events.append(("after", *told)),
         )

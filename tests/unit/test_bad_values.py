@@ -106,6 +106,8 @@ def test_an_empty_string_is_an_unset_shell_variable(flag: str) -> None:
             "--make-vocab-size-divisible-by 99999999999999",
             "--make-vocab-size-divisible-by (99999999999999) must be at most 1,048,576",
         ),
+        ("--label-smoothing 1", "--label-smoothing (1.0) must lie in [0, 1)"),
+        ("--label-smoothing -0.1", "--label-smoothing (-0.1)"),
         ("--logits-at-once -1", "--logits-at-once (-1) must not be negative"),
         ("--window-size 99999999999999999999,0", "--window-size (99999999999999999999) does not"),
         ("--no-rope-freq 99999999999999999999", "--no-rope-freq (99999999999999999999) does not"),

@@ -1,9 +1,12 @@
 """Which positions a context-parallel rank holds, and what the flags must satisfy."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron.core.context_parallel import checks, partition
+from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.utils import UserError
 
 
@@ -116,10 +119,25 @@ def test_two_sizes_make_up_the_context_parallel_size(sizes: tuple[int, ...] | No
         checks.check_sizes(sizes, 8)
 
 
+def context(**given: Any) -> ContextParallelConfig:
+    return ContextParallelConfig.resolve(**given)
+
+
 def test_kinds_per_layer() -> None:
-    assert checks.layer_kinds(["a2a"], 3) == ("a2a",) * 3
-    assert checks.layer_kinds(["p2p", "a2a"], 2) == ("p2p", "a2a")
-    with pytest.raises(UserError, match="did you mean all_gather"):
-        checks.layer_kinds(["allgather"], 2)
+    assert context(cp_comm_type=("a2a",)).kinds(3) == ("a2a",) * 3
+    assert context(cp_comm_type=("p2p", "a2a")).kinds(2) == ("p2p", "a2a")
+    with pytest.raises(UserError, match=r"allgather: choose from .*did you mean all_gather\?"):
+        context(cp_comm_type=("p2p", "allgather"))
+    with pytest.raises(UserError, match="without a value: choose from p2p"):
+        context(cp_comm_type=())
     with pytest.raises(UserError, match=r"2 values.*--num-layers \(3\)"):
-        checks.layer_kinds(["p2p", "a2a"], 3)
+        context(cp_comm_type=("p2p", "a2a")).kinds(3)
+
+
+def test_ranks_of_an_all_to_all_beside_a_ring() -> None:
+    sizes = {"hierarchical_context_parallel_sizes": (2, 4)}
+    assert context(cp_comm_type=("p2p", "a2a+p2p"), **sizes).inner_size(8) == 2
+    assert context(cp_comm_type=("a2a",), **sizes).inner_size(8) == 1
+    assert context(cp_comm_type=("a2a+p2p",)).inner_size(1) == 1
+    with pytest.raises(UserError, match="try 2 2"):
+        context(cp_comm_type=("a2a+p2p",), **sizes).inner_size(4)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron.core.utils import UserError, nearest
+from megatron.core.utils import UserError
 
 KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Values of --cp-comm-type: how a layer's queries meet the keys of other ranks."""
@@ -70,24 +70,3 @@ def check_sizes(sizes: Sequence[int] | None, cp: int) -> tuple[int, int]:
             f"be two sizes with product --context-parallel-size ({cp}); try {' or '.join(pairs)}"
         )
     return inner, outer
-
-
-def layer_kinds(values: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer from --cp-comm-type: one value for all, or one per layer.
-
-    Raises:
-        UserError: a value is unknown, or their number fits neither.
-    """
-    for value in values:
-        if value not in KINDS:
-            hint = nearest(value, KINDS)
-            raise UserError(
-                f"--cp-comm-type {value} is unknown; choose {', '.join(KINDS)}"
-                + (f" (did you mean {hint[0]}?)" if hint else "")
-            )
-    if len(values) not in (1, num_layers):
-        raise UserError(
-            f"--cp-comm-type has {len(values)} values; give one for all layers or one for each of "
-            f"--num-layers ({num_layers})"
-        )
-    return tuple(values) if len(values) == num_layers else (values[0],) * num_layers

@@ -1,8 +1,8 @@
 """What a user chooses about context parallelism; plain Python."""
 
 from megatron.core.config import Config, option
-from megatron.core.context_parallel.checks import KINDS, check_sizes, layer_kinds
-from megatron.core.utils import UserError
+from megatron.core.context_parallel.checks import KINDS, check_sizes
+from megatron.core.utils import UserError, nearest
 
 
 class ContextParallelConfig(Config):
@@ -19,9 +19,10 @@ class ContextParallelConfig(Config):
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.cp_comm_type if kind not in KINDS]
         if unknown or not self.cp_comm_type:
+            hint = nearest(unknown[0], KINDS, 1) if unknown else []
             raise UserError(
                 f"--cp-comm-type {' '.join(unknown) or 'without a value'}: choose from "
-                f"{', '.join(KINDS)}"
+                f"{', '.join(KINDS)}" + (f" (did you mean {hint[0]}?)" if hint else "")
             )
 
     def inner_size(self, cp: int) -> int:
@@ -40,4 +41,10 @@ class ContextParallelConfig(Config):
         Raises:
             UserError: the number of kinds is neither one nor that of the layers.
         """
-        return layer_kinds(self.cp_comm_type, num_layers)
+        kinds = self.cp_comm_type
+        if len(kinds) not in (1, num_layers):
+            raise UserError(
+                f"--cp-comm-type has {len(kinds)} values; give one for all layers or one for each "
+                f"of --num-layers ({num_layers})"
+            )
+        return kinds if len(kinds) == num_layers else kinds * num_layers

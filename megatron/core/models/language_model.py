@@ -108,6 +108,7 @@ class LanguageHead(nn.Module):
         self.alone = around.mesh.alone
         self.logits_at_once = config.logits_at_once
         self.loss_kernels = around.backends.cross_entropy
+        self.label_smoothing = config.label_smoothing
         record = rows.record(config.hidden_size, embedding_init(config))
         if tied == "apart":  # one logical matrix, whose first values and name are the embedding's
             record = replace(record, tied=True, name=TOKEN_VECTORS)
@@ -141,6 +142,8 @@ class LanguageHead(nn.Module):
     def losses(self, x_SBH: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the loss of every token, ``[B, S]``, in fp32 or better.
 
+        In training labels are smoothed, if they are to be.
+
         Where there are too many logits for one matrix, only those of a piece of the sequence exist
         at once, in forward and in backward. Backward then makes each piece's logits and losses
         again, and with them the tensor-parallel sums of the losses: these collectives run twice, in
@@ -169,4 +172,7 @@ class LanguageHead(nn.Module):
         return self._losses(logits_PBv, labels_PB)
 
     def _losses(self, logits_SBv: Tensor, labels_SB: Tensor) -> Tensor:
-        return cross_entropy(logits_SBv, labels_SB, self.rows, self.axis, kernels=self.loss_kernels)
+        smoothing = self.label_smoothing if self.training else 0.0
+        return cross_entropy(
+            logits_SBv, labels_SB, self.rows, self.axis, smoothing, self.loss_kernels
+        )

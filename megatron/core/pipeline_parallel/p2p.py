@@ -65,27 +65,3 @@ class Mailbox:
     def assert_empty(self) -> None:
         """Find messages that nobody took or waited for."""
         assert not self._here and not self._leaving, f"left over: {self._here | self._leaving}"
-
-
-def share_shapes(
-    shapes: Sequence[Shape] | None, count: int, ndim: int, axis: Axis, device: torch.device
-) -> list[Shape]:
-    """Return the first rank's shapes, one per microbatch, on every rank of the pipeline.
-
-    For sequence lengths that only the rank that reads the data knows; one small all-reduce.
-
-    Args:
-        shapes: on the first rank: ``count`` shapes of ``ndim`` sizes; elsewhere ignored.
-        count: number of microbatches.
-        ndim: dims of an activation.
-        axis: the pipeline's ranks.
-        device: that the axis communicates from.
-    """
-    sizes = torch.zeros(count, ndim, dtype=torch.int64, device=device)
-    if axis.coordinate == 0:
-        assert shapes is not None and len(shapes) == count, "the first rank knows the shapes"
-        sizes.copy_(torch.tensor([list(shape) for shape in shapes]))
-    # Only the first rank's are not zero.
-    comm.all_reduce(sizes, axis)
-    with comm.waiting("the shape of what comes"):
-        return [tuple(shape) for shape in sizes.tolist()]

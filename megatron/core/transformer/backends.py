@@ -10,11 +10,9 @@ from torch import Tensor
 from megatron.core.kernels import table
 from megatron.core.kernels.attention import AttentionFunction
 from megatron.core.kernels.cross_entropy import Kernels
+from megatron.core.kernels.norm import WIDEST_FUSED
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
-
-WIDEST_NORM = 16384
-"""Channels that a Triton program holds of a row (`core.kernels.triton_ops.shapes`)."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,8 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
             f"({config.mla.v_head_dim}) beside --qk-head-dim + --qk-pos-emb-head-dim "
             f"({config.mla.query_size})"
         )
-    if config.hidden_size > WIDEST_NORM:
-        reason = f"rows of up to {WIDEST_NORM} fit it, not --hidden-size {config.hidden_size}"
+    if config.hidden_size > WIDEST_FUSED:
+        reason = f"rows of up to {WIDEST_FUSED} fit it, not --hidden-size {config.hidden_size}"
         unfit["layer_norm"]["triton"] = unfit["rms_norm"]["triton"] = reason
     engine = None
     if config.fp32_residual_connection:
@@ -147,4 +145,6 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
         else ("in_place_half", "it is what --fp16-lm-cross-entropy asks for")
     )
     unfit["cross_entropy"][passed_over] = reason
+    if config.label_smoothing:
+        unfit["cross_entropy"]["transformer_engine"] = "it smooths no labels (--label-smoothing)"
     return unfit

@@ -416,6 +416,10 @@ class TransformerConfig(Config):
     """Logits of a rank above which head and loss work on pieces of the sequence, whose logits are
     made again in backward; 0 for all at once."""
 
+    label_smoothing: float = option(0.0)
+    """Share of each target that is spread evenly over the vocabulary (Szegedy et al., 2016), in
+    training; losses of evaluations are without."""
+
     fp32_residual_connection: bool = option(False)
     """Keep the residual stream in fp32 under --bf16 or --fp16; blocks read it in half."""
 
@@ -435,6 +439,8 @@ class TransformerConfig(Config):
         check_at_most(self, WIDEST_STREAM, "hidden_size")
         check_at_least(self, 0, "logits_at_once")
         check_above(self, 0, "logit_softcap")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise UserError(f"--label-smoothing ({self.label_smoothing}) must lie in [0, 1)")
         check_not_zero(self, "embedding_multiplier", "logit_multiplier")
         if not 0.0 <= self.hidden_dropout < 1.0:
             raise UserError(f"--hidden-dropout ({self.hidden_dropout}) must lie in [0, 1)")

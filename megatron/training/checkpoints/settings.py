@@ -21,6 +21,7 @@ from megatron.training.config import RunConfig
 # Of the transformer's settings, those that weights do not depend on.
 CHANGEABLE = (
     "mtp_loss_scaling_factor",
+    "label_smoothing",
     "hidden_dropout",
     "attention_dropout",
     "rotary_seq_len_interpolation_factor",
@@ -33,6 +34,7 @@ CHANGEABLE = (
 IGNORED = (
     "attention_backend",
     "transformer_impl",
+    "logits_at_once",
     *specs(RecomputeConfig),
     *specs(OffloadConfig),
     *specs(FusionConfig),
