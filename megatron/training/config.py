@@ -263,6 +263,9 @@ class LoggingConfig(Config):
     log_params_norm: bool = option(False)
     """Compute and log the norm of the parameters."""
 
+    log_grad_norms_by_group: bool = option(False)
+    """Log the gradient's norm for each optimizer group too."""
+
     log_num_zeros_in_grad: bool = option(False)
     """Count and log the gradient's zeros."""
 

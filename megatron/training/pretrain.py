@@ -388,6 +388,7 @@ class Job:
             Health(config.health),
             seed=config.training.seed,
             count_zeros=config.logging.log_num_zeros_in_grad,
+            group_norms=config.logging.log_grad_norms_by_group,
         )
         warn_of_space(config.checkpoint, self.mesh, chunks, optimizer, self.say)
         parts = Parts(

@@ -17,8 +17,8 @@ is not finite: no scale reaches into the forward pass.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class StepResult:
     grad_norm: float | Tensor | None
     """None where there is none worth a look: of a loss that is not finite, and of an overflow."""
     num_zeros: float | Tensor | None = None
+    group_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of the gradient, by optimizer group; when asked for."""
     skipped: bool = False
     """The weights were left as they are."""
     nan: bool = False
@@ -79,11 +81,12 @@ class TrainStep:
         *,
         seed: int,
         count_zeros: bool = False,
+        group_norms: bool = False,
     ) -> None:
         self.passes, self.optimizer, self.health = passes, optimizer, health
         self.objective, self.timers = passes.objective, passes.timers
         self.mesh: Mesh = passes.mesh
-        self.seed, self.count_zeros = seed, count_zeros
+        self.seed, self.count_zeros, self.group_norms = seed, count_zeros, group_norms
 
     def run(
         self,
@@ -133,22 +136,27 @@ class TrainStep:
         if totals.tokens == 0:
             return StepResult(totals=totals, grad_norm=None, skipped=True)
         self.health.check_spike(totals.loss, plan.iteration, plan.samples)
+        scale, norms = divisor / totals.denominator, {}
         with self.timers.measure("optimizer"):
+            if self.group_norms:
+                norms = self.optimizer.group_norms(scale)
             update = self.optimizer.step(
-                divisor / totals.denominator,
+                scale,
                 lr=plan.learning_rate,
                 weight_decay=plan.weight_decay,
                 decoupled_lr=plan.decoupled_learning_rate,
                 count_zeros=self.count_zeros,
             )
-        return self._judge(plan, totals, update)
+        return self._judge(plan, totals, update, norms)
 
     def _key(self, iteration: int, index: int) -> DropoutKey:
         # Microbatches as sets of samples are numbered alike on every layout: replicas take turns.
         number = index * self.mesh.dp.size + self.mesh.dp.coordinate
         return DropoutKey(self.seed, iteration, number, self.mesh.cp.coordinate)
 
-    def _judge(self, plan: Plan, totals: Totals, update: Update) -> StepResult:
+    def _judge(
+        self, plan: Plan, totals: Totals, update: Update, group_norms: Mapping[str, Tensor]
+    ) -> StepResult:
         """Let the scaler and `health` look at an update that the optimizer made or refused."""
         scaler, refused = self.optimizer.scaler, not update.updated
         overflow = refused and scaler.can_fall
@@ -163,6 +171,7 @@ class TrainStep:
             totals=totals,
             grad_norm=None if overflow else update.grad_norm,
             num_zeros=None if overflow else update.num_zeros,
+            group_norms={} if overflow else group_norms,
             skipped=refused,
             nan=refused and not overflow,
             overflow=overflow,

@@ -187,6 +187,7 @@ class Trainer:
                 losses={LOSS: result.totals.loss, **result.totals.auxiliary_losses},
                 grad_norm=result.grad_norm,
                 num_zeros=result.num_zeros,
+                group_norms=result.group_norms,
                 params_norm=norm,
                 loss_scale=self.parts.step.optimizer.scaler.scale,
                 skipped=result.skipped,

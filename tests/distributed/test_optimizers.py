@@ -4,12 +4,18 @@ Lion steps by signs, so a gradient that is nothing but rounding would make a who
 has no biases that attention cannot see. Weights are compared after three steps.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
+import pretrain_gpt
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import read_settings
+from megatron.training.build import build_chunks, build_optimizer
 from megatron.training.config import RunConfig
+from megatron.training.processes import setup
 from megatron.training.verification import equality
 from megatron.training.verification.layout_words import parse_layout
 from megatron.training.verification.outcomes import Outcome, compare
@@ -105,6 +111,31 @@ def test_equals_the_serial_run(serial: Serial, variant: str, text: str) -> None:
     apart = compare(outcome, serial.of(reference))
     assert apart.largest <= 1e-10, apart
     assert outcome.traffic == closed_form(config)
+
+
+def _norms(rank: int, config: RunConfig) -> dict[str, float]:
+    """Return the norm of each group's gradient, which is made the weight itself here."""
+    mesh = setup.connected_mesh(config, torch.device("cpu"))
+    tp = config.parallel.tensor_model_parallel_size
+    vocabulary = resolve_vocabulary(config.tokenizer, 61, tp)
+    chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
+    optimizer = build_optimizer(config, chunks, mesh)
+    for buffer in optimizer.data_parallel.buffers:
+        buffer.grad.copy_(buffer.data)
+    norms = {name: float(norm) for name, norm in optimizer.group_norms(2.0).items()}
+    whole = math.sqrt(sum(norm**2 for norm in norms.values()))
+    assert whole == pytest.approx(2.0 * float(optimizer.params_norm()), rel=1e-12)
+    return norms
+
+
+@pytest.mark.parametrize("text", ["tp4 sp pp2", "tp2 dp2 optim", "pp2 zb-v dp2"])
+def test_norms_of_groups_are_those_of_the_serial_run(pool: Pool, text: str) -> None:
+    """Also of groups that one end of the pipeline has alone."""
+    config, reference = on("muon llama", text)
+    (expected,) = pool.run(1, _norms, reference)
+    assert len(expected) == 3 and min(expected.values()) > 0
+    for norms in pool.run(config.process.world_size, _norms, config):
+        assert norms == pytest.approx(expected, rel=1e-12)
 
 
 def test_blockwise_is_another_update(serial: Serial) -> None:

@@ -79,7 +79,11 @@ LAYOUTS: list[tuple[int, str]] = [
     (4, f"{CP} 4 --cp-comm-type a2a {LLAMA} --bf16"),
     (2, "--ddp-bucket-size 2000"),
     (2, "--ddp-num-buckets 5 --overlap-grad-reduce --bf16 --qk-layernorm"),
-    (3, "--ddp-num-buckets 4 --softmax-type learnable --log-params-norm"),
+    (
+        3,
+        "--ddp-num-buckets 4 --softmax-type learnable --log-params-norm "
+        "--log-grad-norms-by-group --decoupled-lr 1e-2",
+    ),
     (
         2,
         "--ddp-bucket-size 900 --qk-layernorm --apply-wd-to-qk-layernorm --softmax-type learnable",
@@ -122,7 +126,8 @@ def step_of(config: RunConfig, mesh: Mesh) -> TrainStep:
         rng.initialize(chunk, 1)
     passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
     optimizer = build_optimizer(config.optimizer, chunks, mesh, config.precision, config.replicas)
-    return TrainStep(passes, optimizer, Health(config.health), seed=1)
+    norms = config.logging.log_grad_norms_by_group
+    return TrainStep(passes, optimizer, Health(config.health), seed=1, group_norms=norms)
 
 
 def microbatches(config: RunConfig, count: int) -> Iterator[Batch]:

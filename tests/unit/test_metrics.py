@@ -90,8 +90,26 @@ def test_a_rate_of_embedding_and_head_is_shown_and_written(tmp_path: Path) -> No
     assert "decoupled" not in lines[1]
     first, second = map(json.loads, path.read_text().splitlines())
     assert first["decoupled_learning_rate"] == 3e-3 and "decoupled_learning_rate" not in second
-    named = tags({**first, "loss_names": {}}, LoggingConfig.resolve())
+    named = tags({**first, "loss_names": {}, "group_names": {}}, LoggingConfig.resolve())
     assert named["decoupled-learning-rate"] == 3e-3
+
+
+def test_norms_of_groups_are_shown_and_written(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(facts(), [JsonLines(str(path))], lines.append)
+    norms = {"decay": torch.tensor(3.0), "muon decay": torch.tensor(math.nan)}
+    metrics.add(iteration(1, group_norms=norms))
+    metrics.print_line(NOW)
+    metrics.close()
+    assert (
+        "| grad norm: 1.234 | grad norm of decay: 3.000 | grad norm of muon decay: nan |"
+        in (lines[0])
+    )
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert (row["grad_norm_decay"], row["grad_norm_muon_decay"]) == (3.0, None)
+    names = {"loss_names": {}, "group_names": {"grad_norm_decay": "decay"}}
+    assert tags({**row, **names}, LoggingConfig.resolve())["grad-norm decay"] == 3.0
 
 
 def test_validation_lines_stand_between_rules() -> None:

@@ -71,6 +71,21 @@ def test_norm_equals_the_norm_of_the_gathered_gradients(dtype: torch.dtype) -> N
     assert result.grad_norm.item() == pytest.approx(0.25 * norm_of(gathered), rel=1e-7)
 
 
+def test_norms_of_groups_are_those_of_their_gathered_gradients() -> None:
+    """Rows that pad the table lie between two groups' parameters, and count in neither."""
+    model, optimizer = make(clip_grad=0.0)
+    table, matrix, bias = set_gradients(model)
+    assert model.table.grad is not None and model.bias.grad is not None
+    model.table.grad[6] = 100.0
+    norms = optimizer.group_norms(0.25)
+    assert norms["decay"].item() == pytest.approx(0.25 * norm_of([table, matrix]), rel=1e-7)
+    assert norms["no_decay"].item() == pytest.approx(0.25 * norm_of([bias]), rel=1e-7)
+    assert list(norms) == ["decay", "no_decay"]
+    model.bias.grad[0] = math.nan
+    norms = optimizer.group_norms(1.0)
+    assert norms["decay"].isfinite() and norms["no_decay"].isnan()
+
+
 def test_norm_keeps_its_digits_over_millions_of_elements() -> None:
     """A plain fp32 reduction of these is off by 1e-4 or more."""
     x = torch.randn(3_000_001, generator=torch.Generator().manual_seed(2)) + 1

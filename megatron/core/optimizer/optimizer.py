@@ -13,6 +13,7 @@ to know, and only then waits for the device. `scaler` is the caller's too: the o
 and its state, and never looks at it.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -208,6 +209,42 @@ class Optimizer:
             totals[1] = clip.count_zeros(self._owned_of("grads"), self._owned_numel, device)
         comm.all_reduce(totals, self.mesh.world)
         return totals[0].sqrt() * gradient_scale, totals[1] if count_zeros else None
+
+    @torch.no_grad()
+    def group_norms(self, gradient_scale: float | Tensor) -> dict[str, Tensor]:
+        """Return the norm of the whole model's scaled gradient, group by group; before `step`.
+
+        A collective of the world, and the first time of the pipeline too.
+        """
+        device, names = self.mesh.device, self._all_groups
+        totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+        for shard, parts in zip(self.shards, self._owned_by_group, strict=True):
+            for group, mine in parts:
+                found = (shard.grads[number][part] for number, part in mine)
+                totals[names.index(group)] += clip.sum_of_squares(found, device)
+        comm.all_reduce(totals, self.mesh.world)
+        norms = totals.sqrt() * gradient_scale
+        return dict(zip(names, norms.unbind(), strict=True))
+
+    @functools.cached_property
+    def _all_groups(self) -> list[str]:
+        """The names of the whole model's groups."""
+        everyone = comm.gather_objects(list(self._groups), self.mesh.pp)
+        return sorted({name for held in everyone for name in held})
+
+    @functools.cached_property
+    def _owned_by_group(self) -> list[list[tuple[str, list[tuple[int, slice]]]]]:
+        """Of each shard, the parts of each group that this rank counts."""
+        found = []
+        for shard in self.shards:
+            buffer = shard.buffer
+            ranges = layout.bridge_gaps(buffer.owned_ranges(self.mesh), buffer.plan)
+            parts = []
+            for group, segment in buffer.plan.segments:
+                inside = [layout.intersect(segment, each) for each in ranges]
+                parts.append((group, buffer.cut(filter(None, inside))))
+            found.append(parts)
+        return found
 
     def _owned_of(self, what: Literal["grads", "mains"]) -> Iterator[Tensor]:
         for shard, parts in zip(self.shards, self._owned, strict=True):

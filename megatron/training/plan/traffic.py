@@ -11,8 +11,10 @@ backwards is in `traffic_passes`.
 
 from collections.abc import Mapping
 
+from megatron.core.optimizer.groups import grouping
 from megatron.core.utils import human_bytes
 from megatron.training.config import RunConfig
+from megatron.training.plan.accounting import all_parameters
 from megatron.training.plan.traffic_passes import Book, Costs, add_passes
 from megatron.training.plan.traffic_shares import add_gathers, add_sums
 from megatron.training.plan.traffic_updates import add_updates
@@ -70,6 +72,7 @@ def expected(
         dp_cp           all_reduce      1 x elements g      for every bucket, padding included
         world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
                         all_reduce      1 x 8               norm of weights, --log-params-norm
+                        all_reduce      1 x 8 x groups      --log-grad-norms-by-group
 
     What replicas share out travels in other ways (`traffic_shares`); g are the bytes in which
     gradients travel.
@@ -110,6 +113,11 @@ def expected(
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:
         book.add("world", "all_reduce", FP64)
+    if config.logging.log_grad_norms_by_group:
+        group_of = grouping(config.optimizer)
+        everyone = all_parameters(config.model, padded_rows)
+        count = len({group_of(parameter.traits).name for parameter in everyone})
+        book.add("world", "all_reduce", count * FP64)
     return book.costs
 
 

@@ -29,6 +29,8 @@ class Interval:
     grad_norm: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
+    group_norms: Mapping[str, float] = field(default_factory=dict)
+    """Norms of the gradient by optimizer group."""
     skipped: int = 0
     nan: int = 0
     throughput: float | None = None
@@ -58,6 +60,7 @@ def training_line(now: datetime, interval: Interval) -> str:
     fields.append(f" loss scale: {interval.loss_scale:.1f}")
     if interval.grad_norm is not None:
         fields.append(f" grad norm: {interval.grad_norm:.3f}")
+    fields += [f" grad norm of {n}: {norm:.3f}" for n, norm in interval.group_norms.items()]
     if interval.num_zeros is not None:
         fields.append(f" num zeros: {interval.num_zeros}")
     if interval.params_norm is not None:

@@ -7,7 +7,7 @@ interval, before a checkpoint and at the end. Only rank 0 prints and writes.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -39,6 +39,8 @@ class Iteration:
     """Mean per loss, by its name in a log line (`lm loss`)."""
     grad_norm: Number | None
     num_zeros: Number | None = None
+    group_norms: Mapping[str, Number] = field(default_factory=dict)
+    """Of the gradient, by optimizer group; when asked for."""
     params_norm: Number | None = None
     loss_scale: Number = 1.0
     """What the next iteration's loss is multiplied by, as Megatron-LM logs it."""
@@ -185,7 +187,9 @@ class Metrics:
         for name in ("num_zeros", "params_norm", "decoupled_learning_rate"):
             if name in numbers:
                 row[name] = numbers[name]
+        row |= {_norm_key(name): numbers[_norm_key(name)] for name in one.group_norms}
         row["loss_names"] = {_key(name): name for name in one.losses}
+        row["group_names"] = {_norm_key(name): name for name in one.group_norms}
         return row
 
 
@@ -225,6 +229,7 @@ def summarise(
         grad_norm=last["grad_norm"],
         num_zeros=None if zeros is None else int(zeros),
         params_norm=last.get("params_norm"),
+        group_norms={name: last[key] for key, name in last["group_names"].items()},
         skipped=len(rows) - len(trained),
         nan=sum(row["nan"] for row in rows),
         throughput=_mean_throughput(warm, facts) if show_throughput and warm else None,
@@ -245,6 +250,11 @@ def _key(name: str) -> str:
     return name.replace(" ", "_")
 
 
+def _norm_key(group: str) -> str:
+    """Return the key in files of the gradient's norm of an optimizer group."""
+    return _key(f"grad_norm {group}")
+
+
 def _to_host(pending: Sequence[Iteration]) -> list[dict[str, float]]:
     """Return every iteration's numbers as floats, with one copy from the device."""
     named: list[dict[str, Number]] = []
@@ -256,6 +266,7 @@ def _to_host(pending: Sequence[Iteration]) -> list[dict[str, float]]:
             "grad_norm": one.grad_norm,
             "num_zeros": one.num_zeros,
             "params_norm": one.params_norm,
+            **{_norm_key(name): norm for name, norm in one.group_norms.items()},
             **one.losses,
         }
         named.append({name: value for name, value in numbers.items() if value is not None})

@@ -16,7 +16,7 @@ from megatron.training.config import LoggingConfig, RunConfig
 from megatron.training.records.log_line import perplexity
 
 Row = Mapping[str, Any]
-_NOT_IN_FILE = ("loss_names",)
+_NOT_IN_FILE = ("loss_names", "group_names")
 
 
 class Writer(Protocol):
@@ -115,6 +115,7 @@ def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
         "throughput": row.get("throughput") if config.log_throughput else None,
         "mem-allocated-bytes": row["memory_bytes"] if config.log_memory_to_tensorboard else None,
     }
+    named |= {f"grad-norm {name}": row[key] for key, name in row["group_names"].items()}
     for key, name in row["loss_names"].items():
         named[name] = row[key] if not row["skipped"] else None
     return {name: value for name, value in named.items() if value is not None}
