@@ -71,9 +71,11 @@ def test_norm_equals_the_norm_of_the_gathered_gradients(dtype: torch.dtype) -> N
     assert result.grad_norm.item() == pytest.approx(0.25 * norm_of(gathered), rel=1e-7)
 
 
-def test_norms_of_groups_are_those_of_their_gathered_gradients() -> None:
+@pytest.mark.parametrize("on_host", [0.0, 0.4])
+def test_norms_of_groups_are_those_of_their_gathered_gradients(on_host: float) -> None:
     """Rows that pad the table lie between two groups' parameters, and count in neither."""
-    model, optimizer = make(clip_grad=0.0)
+    offload = {"optimizer_cpu_offload": on_host > 0, "optimizer_offload_fraction": on_host}
+    model, optimizer = make(clip_grad=0.0, **offload)
     table, matrix, bias = set_gradients(model)
     assert model.table.grad is not None and model.bias.grad is not None
     model.table.grad[6] = 100.0

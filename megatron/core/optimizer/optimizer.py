@@ -233,7 +233,7 @@ class Optimizer:
         return sorted({name for held in everyone for name in held})
 
     @functools.cached_property
-    def _owned_by_group(self) -> list[list[tuple[str, list[tuple[int, slice]]]]]:
+    def _owned_by_group(self) -> list[list[tuple[str, list[Part]]]]:
         """Of each shard, the parts of each group that this rank counts."""
         found = []
         for shard in self.shards:
@@ -242,7 +242,7 @@ class Optimizer:
             parts = []
             for group, segment in buffer.plan.segments:
                 inside = [layout.intersect(segment, each) for each in ranges]
-                parts.append((group, buffer.cut(filter(None, inside))))
+                parts.append((group, shard.cut(filter(None, inside))))
             found.append(parts)
         return found
 
