@@ -20,9 +20,6 @@ from megatron.core.kernels.blocked import attention_blocked
 from megatron.core.kernels.flash import attention_flash
 from megatron.core.kernels.sdpa import attention_sdpa
 from megatron.core.optimizer import clip
-from megatron.core.optimizer.adam import Adam
-from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.groups import Settings
 from tests.gpu import needs
 from tests.gpu.needs import DEVICE, far
 
@@ -228,55 +225,6 @@ def test_weight_gradients_of_whole_precision(dtype: torch.dtype) -> None:
     buffer = torch.zeros(24, 40, dtype=dtype, device=DEVICE)
     matmul.accumulate_wgrad(buffer, grad.to(DEVICE, dtype), x.to(DEVICE, dtype))
     assert far(buffer, grad.t() @ x) <= BOUNDS[dtype]
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize(("dtype", "scale"), [(F64, None), (F32, None), (F32, 8.0)])
-def test_adam_is_its_formula(dtype: torch.dtype, scale: float | None, decoupled: bool) -> None:
-    config = OptimizerConfig.resolve(adam_beta2=0.95, decoupled_weight_decay=decoupled)
-    rule, settings = Adam(config), Settings(lr=1e-2, weight_decay=0.1)
-    beta1, beta2, eps = config.adam_beta1, config.adam_beta2, config.adam_eps
-    p, m, v = drawn(1000, dtype=dtype), torch.zeros(1000, dtype=F64), torch.zeros(1000, dtype=F64)
-    parameter = p.to(DEVICE, dtype, copy=True)
-    state = {name: torch.zeros_like(parameter) for name in rule.state_names}
-    for step in range(1, 4):
-        grad = drawn(1000, dtype=dtype)
-        rule.update(
-            parameter,
-            (grad * (scale or 1.0)).to(DEVICE, dtype),
-            state,
-            settings,
-            step=torch.tensor(float(step), device=DEVICE),
-            inverse_scale=None if scale is None else torch.tensor(scale, device=DEVICE),
-            found_nonfinite=torch.zeros((), device=DEVICE),
-        )
-        if decoupled:
-            p = p * (1 - settings.lr * settings.weight_decay)
-        else:
-            grad = grad + settings.weight_decay * p
-        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad.square()
-        p = p - settings.lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
-    bound = 1e-12 if dtype == F64 else 1e-6
-    assert far(parameter, p) <= bound
-    assert far(state["exp_avg"], m) <= bound and far(state["exp_avg_sq"], v) <= bound
-
-
-def test_adam_leaves_all_alone_when_a_gradient_is_not_finite() -> None:
-    rule = Adam(OptimizerConfig.resolve())
-    parameter = drawn(100).to(DEVICE, F32)
-    state = {name: torch.ones_like(parameter) for name in rule.state_names}
-    before = parameter.clone()
-    rule.update(
-        parameter,
-        torch.full_like(parameter, torch.nan),
-        state,
-        Settings(lr=1.0, weight_decay=0.1),
-        step=torch.ones((), device=DEVICE),
-        inverse_scale=torch.ones((), device=DEVICE),
-        found_nonfinite=torch.ones((), device=DEVICE),
-    )
-    assert torch.equal(parameter, before)
-    assert all(torch.equal(x, torch.ones_like(x)) for x in state.values())
 
 
 def test_sums_of_squares() -> None:
