@@ -1,6 +1,7 @@
 # make setup        create .venv and install what training needs
 # make quickstart   prepare text, train, stop, resume, generate: under five minutes on two cores
 # make test         run the test suite
+# make test-kernels compile the Triton kernels, and run them in Triton's interpreter; needs no GPU
 # make test-gpu     run what needs a CUDA device (docs/gpu.md)
 # make lint         ruff and mypy
 # make benchmark    time training, data preparation and index building against their yardsticks
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: always setup setup-dev quickstart test test-slow test-gpu lint benchmark extension clean
+.PHONY: always setup setup-dev quickstart test test-slow test-kernels test-gpu lint benchmark extension clean
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
@@ -33,17 +34,35 @@ endif
 	$(BIN)/python tools/install_requirements.py requirements-dev.txt
 	@touch $@
 
+# Triton beside a torch for the CPU misleads packages that look for it: it gets an environment of
+# its own, which sees the packages of .venv.
+.venv-triton/installed: .venv/installed-dev requirements-triton.txt
+	$(PYTHON) -m venv $(VENV_ARGS) .venv-triton
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > "$$(.venv-triton/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
+	.venv-triton/bin/python tools/install_requirements.py requirements-triton.txt
+	@touch $@
+
 quickstart: setup
 	PYTHON=$(BIN)/python bash examples/quickstart.sh
 
 # Tests are many small processes: more threads than cores only wait for each other.
-test test-slow test-gpu: export OMP_NUM_THREADS ?= 1
+test test-slow test-kernels test-gpu: export OMP_NUM_THREADS ?= 1
 
 test: setup-dev
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
+
+# There are wheels of Triton for Linux alone.
+ifeq ($(shell uname -s),Linux)
+test-kernels: .venv-triton/installed
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/kernels
+else
+test-kernels:
+	@echo "make test-kernels: there is no wheel of Triton for $$(uname -s); nothing was tested"
+endif
 
 test-gpu: setup-dev
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
@@ -61,4 +80,4 @@ extension: setup-dev
 	$(BIN)/python setup.py -q build_ext --inplace
 
 clean:
-	rm -rf .venv build runs
+	rm -rf .venv .venv-triton build runs

@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
     """``(logits_Nv, label_N, valid, summed)``: ``label_N`` is int64, -1 where the label is another
     rank's; the first ``valid`` columns count; ``summed`` asks for their sum."""
     gradient: Callable[[Tensor, Tensor, int, Tensor | None, Tensor, Tensor, Tensor, float], Tensor]
-    """``(kept_Nv, label_N, valid, largest_N, divisor_N, grad_N, own_N, spread)``: return the logits'
+    """``(kept_Nv, label_N, valid, largest_N, divisor_N, grad_N, own_N, spread)``: return the
     gradient, in the memory of ``kept_Nv`` where that can hold it. All vectors but the labels have
     the dtype of the statistics."""
     keeps_exponentials: bool

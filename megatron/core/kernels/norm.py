@@ -14,6 +14,9 @@ from torch import Tensor
 
 from megatron.core.kernels.dtypes import accumulate_dtype
 
+WIDEST_FUSED = 16384
+"""Longest row that the Triton kernels take: a program holds a whole one in registers."""
+
 
 def layer_norm_reference(
     x_NH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, zero_centered: bool = False

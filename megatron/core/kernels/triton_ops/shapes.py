@@ -11,12 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron.core.kernels.norm import WIDEST_FUSED
+
 ELEMENTS = 2048
 """Of a tile, where a row is not longer than that: 16 for each of 128 threads."""
 PER_THREAD = 16
 MOST_WARPS = 32
-WIDEST_ROW = 16384
-"""Longest row that a kernel holds in registers."""
 PROGRAMS = 256
 """Programs that sum over rows, each into a partial sum of its own: about two per multiprocessor."""
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 def row_tile(width: int) -> Tile:
     """Return a tile of whole rows."""
-    assert width <= WIDEST_ROW, f"a row of {width} does not fit registers; {WIDEST_ROW} do"
+    assert width <= WIDEST_FUSED, f"a row of {width} does not fit registers; {WIDEST_FUSED} do"
     columns = triton.next_power_of_2(max(width, 1))
     rows = max(ELEMENTS // columns, 1)
     return Tile(rows, columns, _warps(rows * columns))

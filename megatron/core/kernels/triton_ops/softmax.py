@@ -54,12 +54,12 @@ def _forward(
         largest_C = higher_C
     largest = tl.max(largest_C, 0)
     total = tl.sum(total_C * tl.exp(largest_C - largest), 0)
-    # A row that sees nothing has a sum of 0, and zeros.
-    factor = tl.where(total > 0.0, 1.0 / total, 0.0)
+    # A row that sees nothing is all zeros.
+    divisor = tl.where(total == 0.0, 1.0, total)
     for start in range(0, keys, C):
         column_C = start + tl.arange(0, C)
         x_C = _load(x_ptr, mask_ptr, column_C, limit, HAS_MASK) * scale
-        y_C = tl.exp(x_C - largest) * factor
+        y_C = tl.exp(x_C - largest) / divisor
         tl.store(y_ptr + column_C, y_C.to(y_ptr.dtype.element_ty), mask=column_C < keys)
 
 
