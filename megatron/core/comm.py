@@ -1,9 +1,14 @@
 """Collectives over an axis of the mesh; each is a no-op where the axis has size 1.
 
-Every byte that leaves a rank passes here, so that one place can count calls and payload
-(`counting`), one can write down every call (`recording`) and one place knows torch's names. Payload
-is the full tensor of the call: what an all-gather returns, what a reduce-scatter takes; of objects,
-their pickles. Tensors must be contiguous, as NCCL asks.
+What ranks tell each other passes here, so that one place can count calls and payload (`counting`),
+one can write down every call (`recording`) and one place knows torch's names. Payload is the full
+tensor of the call: what an all-gather returns, what a reduce-scatter takes; of objects, their
+pickles. Tensors must be contiguous, as NCCL asks.
+
+Not counted is what a mesh says when it is made (`mesh.choose_overlap`, and the first call of NCCL
+along a pipeline), what operators of others move by themselves (torch's fused ones through symmetric
+memory in `tensor_parallel.overlap`, Transformer Engine's cross entropy), and what watchdogs say
+through sockets of their own.
 """
 
 import pickle

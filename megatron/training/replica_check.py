@@ -7,8 +7,8 @@ them, so that a fault of a device, or a gradient summed over too few ranks, stay
 copies drift apart.
 
 The check makes one 64-bit hash of each region on the device, and takes the largest and the smallest
-over each axis by one small all-reduce. Only when these differ, hashes travel one by one, to tell
-which ranks stand against which.
+over each axis by one small all-reduce. Only when these differ, names of regions and then the hashes
+of all who hold them travel, to tell which ranks stand against which.
 """
 
 from collections import defaultdict
@@ -97,9 +97,13 @@ class ReplicaCheck:
             equal = count.item() == 0
         if equal:
             return []
-        values = mine.tolist()
-        suspects = {self._copies[i].key: values[i] for i in differs.nonzero().flatten().tolist()}
-        everyone = comm.gather_objects((self._mesh.where, suspects), self._mesh.world)
+        suspects = [self._copies[i].key for i in differs.nonzero().flatten().tolist()]
+        known = comm.gather_objects(suspects, self._mesh.world)
+        # A rank may hold a region and see no difference: those it compares with are equal to it.
+        keys = dict.fromkeys(key for found in known for key in found)
+        pairs = zip(self._copies, mine.tolist(), strict=True)
+        held = {copy.key: value for copy, value in pairs if copy.key in keys}
+        everyone = comm.gather_objects((self._mesh.where, held), self._mesh.world)
         return describe([where for where, _ in everyone], [found for _, found in everyone])
 
     def _message(self, iteration: int, found: Sequence[str]) -> str:
@@ -140,15 +144,15 @@ def fingerprint(x: Tensor) -> Tensor:
     return total
 
 
-def describe(places: Sequence[str], suspects: Sequence[Mapping[_Key, int]]) -> list[str]:
+def describe(places: Sequence[str], held: Sequence[Mapping[_Key, int]]) -> list[str]:
     """Return a line for each region: which ranks stand against which.
 
     Args:
         places: coordinates of every rank.
-        suspects: hash by region of every rank that sees a difference there.
+        held: of every rank the hashes of the regions that it holds, among those that differ.
     """
     holders: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in enumerate(suspects):
+    for rank, found in enumerate(held):
         for key, value in found.items():
             holders[key][value].append(rank)
 

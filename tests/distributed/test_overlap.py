@@ -12,6 +12,8 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Axis, Mesh
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.groups import grouping
 from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.layers import linear, make_parameter
 from tests.harness import Pool
@@ -46,7 +48,7 @@ class Stack(nn.Module):
 def replicas(mesh: Mesh, model: Stack, **settings: Any) -> DataParallel:
     config = DataParallelConfig.resolve(**settings)
     parallel = DataParallel(
-        [model], mesh, torch.float64, group_of=lambda record: "all", config=config
+        [model], mesh, torch.float64, group_of=grouping(OptimizerConfig.resolve()), config=config
     )
     parallel.zero_grad()
     return parallel

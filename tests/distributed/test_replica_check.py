@@ -10,6 +10,8 @@ import pretrain_gpt
 from megatron.core import comm, rng, sharding
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.groups import grouping
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import arguments
 from megatron.training.health import RunFailed
@@ -40,7 +42,7 @@ def build(world: int, words: str) -> tuple[Mesh, list[nn.Module]]:
 
 
 def replicas_of(chunks: list[nn.Module], mesh: Mesh) -> DataParallel:
-    return DataParallel(chunks, mesh, torch.float32, group_of=lambda record: "all")
+    return DataParallel(chunks, mesh, torch.float32, group_of=grouping(OptimizerConfig.resolve()))
 
 
 def corrupt(chunks: list[nn.Module], part: str, place: tuple[int, ...]) -> str:
@@ -100,7 +102,7 @@ CASES = {
     ),
     "replicas of tied ends": (
         (4, PP2, 3, "embedding.word_embeddings.weight", (7, 0)),
-        "embedding.word_embeddings.weight: [pp1 dp1] (rank 3) against 2 others that agree",
+        "embedding.word_embeddings.weight: [pp1 dp1] (rank 3) against 3 others that agree",
     ),
 }
 

@@ -81,7 +81,7 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
         mask = torch.ones(samples, sequence, device=device)
         count = config.training.global_batch_size // config.samples_per_pass
         batches = [{"tokens": tokens, "labels": tokens, "loss_mask": mask}] * count
-        for _ in range(2):  # gradient sums overlap from the second on
+        for _ in range(2):  # shared-out weights are gathered ahead from the second on
             optimizer.zero_grad()
             with comm.counting() as traffic:
                 passes.train(

@@ -19,6 +19,7 @@ would wait for ever; the next job starts new ones.
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -82,8 +83,9 @@ class Pool:
             self._workers[rank][1].send((self._jobs, world, timeout, body, arguments))
         answers: dict[int, tuple[bool, Any]] = {}
         pending = {self._workers[rank][1]: rank for rank in range(world)}
+        deadline = time.monotonic() + timeout + GRACE
         while pending:
-            ready = wait(list(pending), timeout=timeout + GRACE)
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not end in {timeout} s")
