@@ -1,7 +1,8 @@
 """Measures what autograd saves: bytes of memory, each piece once, now and at most.
 
-Also counted are a stage's input and output as far as they stay, and what postponed weight gradients
-hold on to; not counted is what lives anyway, such as weights.
+Also counted are a stage's input and output as far as they stay, what postponed weight gradients
+hold on to, and what is back for a backward because it was recomputed or offloaded; not counted is
+what lives anyway, such as weights.
 """
 
 import weakref
@@ -12,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core import offload, recompute
 from megatron.core.pipeline_parallel import executor, messages
 from megatron.core.pipeline_parallel.schedules import Action
+from megatron.core.saved_tensors import Handle, keeping
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import postponing
 from megatron.training import passes
 
@@ -46,11 +50,28 @@ class Meter:
         self.now -= self._pieces.pop(at)
 
 
-class _Saved:
-    """Holds a saved tensor as autograd would; without its history, which may lead back here."""
+class _Kept:
+    """The outermost scope of what is saved: it keeps tensors as autograd would, and counts them."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x.detach()
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def keep(self, x: Tensor) -> Handle:
+        kept = self._meter.see(x).detach()
+        return lambda: kept
+
+
+class _Tasks(list[Callable[[], Any]]):
+    """Postponed weight gradients, whose tensors are seen as they come."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def append(self, task: Any) -> None:
+        super().append(task)
+        for x in task.args[1:]:
+            if isinstance(x, Tensor):
+                self._meter.see(x)
 
 
 @contextmanager
@@ -58,13 +79,25 @@ def metering(known: Iterable[Tensor], monkeypatch: Any) -> Iterator[Meter]:
     """Count what is saved in the block; ``known`` lives anyway."""
     meter = Meter(known)
     _watch_stages(meter, monkeypatch)
-
-    def pack(x: Tensor) -> _Saved:
-        meter.see(x)
-        return _Saved(x)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.x):
+    _watch_what_comes_back(meter, monkeypatch)
+    with keeping(_Kept(meter)):
         yield meter
+
+
+def _watch_what_comes_back(meter: Meter, monkeypatch: Any) -> None:
+    """See what is made again, and what returns from the host."""
+    fill, start = recompute._Slot.fill, offload._Away.start
+
+    def filled(slot: Any, again: Any) -> None:
+        fill(slot, again)
+        meter.see(slot._value)
+
+    def started(away: Any) -> None:
+        start(away)
+        meter.see(torch.empty(0, dtype=torch.uint8).set_(away._arriving.storage()))
+
+    monkeypatch.setattr(recompute._Slot, "fill", filled)
+    monkeypatch.setattr(offload._Away, "start", started)
 
 
 def _watch_stages(meter: Meter, monkeypatch: Any) -> None:
@@ -85,11 +118,9 @@ def _watch_stages(meter: Meter, monkeypatch: Any) -> None:
     @contextmanager
     def postponed() -> Iterator[list[Callable[[], Any]]]:
         with postponing() as tasks:
-            yield tasks
-        for task in tasks:
-            for x in task.args[1:]:  # type: ignore[attr-defined]
-                if isinstance(x, Tensor):
-                    meter.see(x)
+            layers._postponed[-1] = seen = _Tasks(meter)
+            yield seen
+            layers._postponed[-1] = tasks
 
     monkeypatch.setattr(executor._Iteration, "_free", free)
     monkeypatch.setattr(executor._Iteration, "_forward", forward)

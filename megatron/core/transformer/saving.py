@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.offload import Offloader
 from megatron.core.recompute import Around, discarding, recompute
 from megatron.core.transformer.offload_config import OffloadConfig
@@ -68,7 +68,8 @@ class Saving:
     def units(self, layers: Mapping[int, nn.Module]) -> list[tuple[tuple[int, ...], Runner]]:
         """Return the numbers of a stage's layers in units, in order, and how each unit runs."""
         numbers, offloaded = list(layers), self.offload.cpu_offloading_num_layers
-        units = [(unit, self._whole()) for unit in self.recompute.units(numbers)]
+        axis = self._axis if self.recompute.distribute_saved_activations else None
+        units = [(unit, self._whole(axis)) for unit in self.recompute.units(numbers)]
         for number in numbers[sum(len(unit) for unit, _ in units) :]:
             moves = number < offloaded
             run = partial(_run_within, self._group(layers[number])) if moves else _run
@@ -77,12 +78,11 @@ class Saving:
 
     def ahead(self) -> Runner:
         """Return how a layer of multi-token prediction runs as a whole."""
-        return self._whole() if self.recompute.covers_prediction_ahead else _run
+        return self._whole(None) if self.recompute.covers_prediction_ahead else _run
 
-    def _whole(self) -> Runner:
+    def _whole(self, distribute: Axis | None) -> Runner:
         around = self._group() if "layer_input" in self.offload.modules else nullcontext
-        axis = self._axis if self.recompute.distribute_saved_activations else None
-        return partial(recompute, distribute=axis, around=around)
+        return partial(recompute, distribute=distribute, around=around)
 
     def _group(self, owner: nn.Module | None = None) -> Around:
         assert self._offloader is not None

@@ -23,10 +23,21 @@ RING_SCORES = 2**22
 """Scores that a ring holds at once, about."""
 PROBABILITIES = 2**25
 """Probabilities of one call that are kept, at most."""
+TILE_SCORES = 2**21
+"""Scores up to which samples share a tile."""
 
 Kernel = Literal["blocked", "fused", "reference", "ring"]
-Piece = tuple[str, int]
-"""A piece of memory: its name, by which it counts once, and its bytes."""
+
+
+class Piece(NamedTuple):
+    """A piece of memory."""
+
+    name: str
+    """By which it counts once."""
+    size: int
+    """Bytes."""
+    item: int
+    """Bytes of an element."""
 
 
 class Heads(NamedTuple):
@@ -87,23 +98,48 @@ def saved(
     q, k = call.queries * heads.channels, call.keys * heads.channels
     v, out = call.keys * heads.values, call.queries * heads.values
     if is_exchanged:
-        given = [("exchanged", (q + k + v) * size)] * 3
+        given = [Piece("exchanged", (q + k + v) * size, size)] * 3
         if call.kernel in ("ring", "fused"):
-            yield "output before its exchange", out * size
+            yield Piece("output before its exchange", out * size, size)
     # Where elements need not be converted, views are kept as they come.
     if call.kernel == "fused":
         yield from given
     elif call.kernel == "ring":
-        yield "copies", (q + k + v) * size
+        yield Piece("copy of queries", q * size, size)
+        yield Piece("copy of keys and values", (k + v) * size, size)
     elif call.kernel == "blocked":
-        yield from given[1:] if size == main else ()
-        yield "copies", (q if size == main else q + k + v) * main
+        yield Piece("copy of queries", q * main, main)
+        yield from given[1:] if size == main else _copies(main, keys=k, values=v)
     else:  # keys and values are repeated for every head
-        yield from given[:1] if size == main else ()
-        yield "copies", (q + out if size == main else 2 * q + out) * main
+        yield from given[:1] if size == main else _copies(main, queries=q)
+        yield from _copies(main, keys=q, values=out)
     if call.kernel in ("ring", "fused"):
-        yield "sums of exponentials", call.queries * main
-    yield "scores", _scores(call, size, main)
+        yield Piece("sums of exponentials", call.queries * main, main)
+    if call.kernel == "blocked" and config.model.offload.is_on:  # each is moved or not by its size
+        yield from _score_tiles(call, main)
+    else:
+        yield Piece("scores", _scores(call, size, main), main)
+
+
+def _copies(item: int, **elements: int) -> Iterator[Piece]:
+    for name, count in elements.items():
+        yield Piece(f"copy of {name}", count * item, item)
+
+
+def _score_tiles(call: Call, main: int) -> Iterator[Piece]:
+    """Yield what `_scores` adds up, tile by tile."""
+    pairs, _ = _tiles(call)
+    keeps = not call.softcap and (pairs <= PROBABILITIES)
+    together = max(1, TILE_SCORES // (call.heads.heads * TILE * call.sequence))
+    if call.packed:
+        together = 1
+    for first in range(0, call.samples, together):
+        rows = min(together, call.samples - first) * call.heads.heads
+        for start, tile, _ in _queries(call):
+            low = max(0, start - call.left) if call.left >= 0 else 0
+            size = rows * tile * (start + tile - low) * main
+            for name in ("scores",) * keeps + ("factors",) * call.dropout:
+                yield Piece(f"{name} {first} {start}", size, main)
 
 
 def _call(config: RunConfig, layer: int, samples: int, heads: Heads) -> tuple[Call, bool]:

@@ -12,7 +12,7 @@ from megatron.core.optimizer import memory
 from megatron.training.config import RunConfig
 from megatron.training.plan import accounting, activations
 from megatron.training.plan import pipeline as pipeline_plan
-from megatron.training.plan.activations import Footprint
+from megatron.training.plan.ledger import Footprint
 from megatron.training.plan.saved import Share
 
 

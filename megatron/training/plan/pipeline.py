@@ -20,12 +20,14 @@ COSTS = Costs()
 
 
 class Alive(NamedTuple):
-    """How many microbatches a rank holds at one moment."""
+    """How many microbatches a rank holds when the backward of one of them begins."""
 
     kept: tuple[int, ...]
     """By chunk: forward has begun, and backward is not done."""
     postponed: tuple[int, ...]
     """By chunk: of the backward, only the weights' gradients are left."""
+    chunk: int
+    """Whose backward begins."""
 
     @property
     def microbatches(self) -> float:
@@ -42,30 +44,27 @@ def microbatches(config: RunConfig) -> int:
 def alive(pipeline: PipelineConfig, placement: Placement, count: int) -> Sequence[set[Alive]]:
     """Return, by rank, the moments of an iteration of ``count`` microbatches that may be fullest.
 
-    Which of them is depends on what each chunk keeps; the others hold no more of anything.
+    Which of them is depends on what each chunk keeps, and on what its backward needs besides.
     """
     if pipeline.schedule_name(placement) == "gpipe":  # every forward comes before any backward
-        return ({Alive((count,), (0,))},) * placement.num_ranks
+        return ({Alive((count,), (0,), 0)},) * placement.num_ranks
     schedule = pipeline.schedule(placement, _enough(pipeline, placement, count))
     return tuple(_peaks(actions, placement.num_chunks) for actions in schedule.actions)
 
 
 def _peaks(actions: Sequence[Action], num_chunks: int) -> set[Alive]:
-    """Return what is alive after each action that adds something, unless more is added next."""
+    """Return what is alive before each backward: until there, forwards have only added to it."""
     kept, postponed = [0] * num_chunks, [0] * num_chunks
     found = set()
-    for place, action in enumerate(actions):
+    for action in actions:
         if action.kind == "forward":
             kept[action.chunk] += 1
         elif action.kind == "backward_weight":
             postponed[action.chunk] -= 1
         else:
+            found.add(Alive(tuple(kept), tuple(postponed), action.chunk))
             kept[action.chunk] -= 1
             postponed[action.chunk] += action.kind == "backward_input"
-        adds = action.kind in ("forward", "backward_input")
-        last = place + 1 == len(actions)
-        if adds and (last or actions[place + 1].kind != "forward"):
-            found.add(Alive(tuple(kept), tuple(postponed)))
     return found
 
 
