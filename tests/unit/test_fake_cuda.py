@@ -60,6 +60,12 @@ CASES = {
         f"{SMALL} --position-embedding-type rope --multi-latent-attention --q-lora-rank 64 "
         "--kv-lora-rank 32 --mtp-num-layers 1",
     ),
+    "muon, shared out": (
+        1,
+        4,
+        f"{SMALL} {LLAMA} --num-query-groups 4 {TP2} --optimizer dist_muon "
+        "--muon-scalar-optimizer lion --muon-tp-mode distributed",
+    ),
     "interleaved": (1, 2, f"{SMALL} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "zb-h1": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-h1"),
     "zb-v": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-v"),

@@ -58,47 +58,34 @@ class Matrix:
 
     def _blocks(self, fused: Sequence[tuple[str, int]]) -> list[Block]:
         rows, columns = self.record.shape
-        owns = self._owned_rows()
+        here = self._rows()
         if not fused:
-            return [Block((rows, columns), None, None, bool(owns.all()))]
-        sizes = torch.tensor([size for _, size in fused])
-        period = int(sizes.sum())
+            return [Block((rows, columns), None, None, all(owned for _, owned in here))]
+        period = sum(size for _, size in fused)
         assert rows % period == 0, f"{self.record.name}: {rows} rows, {fused}"
-        bounds = sizes.cumsum(0)
-        logical = self._logical_rows()
-        everyone = torch.bucketize(torch.arange(rows) % period, bounds, right=True)
-        mine = everyone[logical]
-        blocks = []
-        for number, (name, size) in enumerate(fused):
-            local_rows = (mine == number).nonzero().flatten()
-            held = set(owns[local_rows].tolist())
+        blocks, stop = [], 0
+        for name, size in fused:
+            start, stop = stop, stop + size
+            mine = [row for row in range(rows) if start <= row % period < stop]
+            local = [i for i, (row, _) in enumerate(here) if start <= row % period < stop]
+            held = {here[i][1] for i in local}
             assert len(held) == 1, f"{self.record.name}: {name} is a copy in part"
-            blocks.append(
-                Block(
-                    (rows // period * size, columns),
-                    (everyone == number).nonzero().flatten().to(self.mesh.device),
-                    local_rows.to(self.mesh.device),
-                    held.pop(),
-                )
-            )
+            shape = (len(mine), columns)
+            blocks.append(Block(shape, self._index(mine), self._index(local), held.pop()))
         return blocks
 
-    def _logical_rows(self) -> Tensor:
-        """Return the row of the whole matrix that each local row is (a part of)."""
-        found = torch.full((self.shape[0],), -1)
+    def _rows(self) -> list[tuple[int, bool]]:
+        """Return the whole matrix's row that each local one is (a part of), and if it is owned."""
+        found: list[tuple[int, bool]] = [(-1, False)] * self.shape[0]
         for region in self.record.regions:
             (start, stop), (first, last) = region.local[0], region.logical[0]
-            found[start:stop] = torch.arange(first, last)
-        assert (found >= 0).all(), f"{self.record.name} has rows in no region"
+            owned = all(self.mesh[axis].coordinate == 0 for axis in region.replicated)
+            found[start:stop] = [(row, owned) for row in range(first, last)]
+        assert all(row >= 0 for row, _ in found), f"{self.record.name} has rows in no region"
         return found
 
-    def _owned_rows(self) -> Tensor:
-        """Return which local rows this rank answers for in sums over ``tp``."""
-        owns = torch.zeros(self.shape[0], dtype=torch.bool)
-        for region in self.record.regions:
-            start, stop = region.local[0]
-            owns[start:stop] = all(self.mesh[a].coordinate == 0 for a in region.replicated)
-        return owns
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, device=self.mesh.device)
 
     def gather(self, x_mn: Tensor) -> Tensor:
         """Return the whole matrix of every rank's part."""
