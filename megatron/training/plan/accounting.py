@@ -17,7 +17,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.groups import Traits, grouping
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
+from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.training.config import RunConfig
 from megatron.training.plan import accounting_mla
 
@@ -229,19 +229,57 @@ def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int
     backward. Causal attention counts half of the full square, a window counts as none; padded
     rows of the vocabulary count, recomputation does not.
     """
+    depths, hidden = model.mtp.depths, model.hidden_size
+    per_token = (model.num_layers + depths) * sum(layer_multiply_adds(model, seq_length).values())
+    per_token += depths * prediction_multiply_adds(model) + (1 + depths) * hidden * padded_rows
+    return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
+
+
+def layer_multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
+    """Return the multiply-adds of a layer's forward for a token, by part.
+
+    The parts have the names of --recompute-modules; ``rest`` is of none.
+    """
     attention, hidden = model.attention, model.hidden_size
+    mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
+    if model.mla.multi_latent_attention:
+        return {**accounting_mla.multiply_adds(model, seq_length), "mlp": mlp}
     width = attention.num_attention_heads * attention.kv_channels
     key_value = 2 * attention.num_query_groups * attention.kv_channels
     projections = hidden * (width + key_value) + width * hidden
-    mixer = projections + 2 * width * seq_length / 2
-    if model.mla.multi_latent_attention:
-        mixer = accounting_mla.multiply_adds(model, seq_length)
-    mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
-    depths = model.mtp.depths
-    ahead = depths * (3 * hidden + 2 * hidden * hidden)  # norms and eh_proj
-    per_token = (model.num_layers + depths) * (mixer + mlp) + ahead
-    per_token += (1 + depths) * hidden * padded_rows
-    return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
+    return {"rest": projections, "core_attn": 2 * width * seq_length / 2, "mlp": mlp}
+
+
+def prediction_multiply_adds(model: TransformerConfig) -> int:
+    """Return those of what joins a layer of multi-token prediction to the model: norms, eh_proj."""
+    return 3 * model.hidden_size + 2 * model.hidden_size * model.hidden_size
+
+
+def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> int:
+    """Return the operations on one sample that backward does again, beside `flops_per_sample`.
+
+    They are what recomputation adds, and the head's products where its loss works on pieces of the
+    sequence. Counted as there: one forward, norms and the like left out.
+    """
+    model, seq_length = config.model, config.data.seq_length
+    recompute, depths = model.recompute, model.mtp.depths
+    parts = layer_multiply_adds(model, seq_length)
+    per_token = 0.0
+    if recompute.granularity == "full":
+        units = (recompute.units(stage.layers) for stage in config.stages)
+        layers = sum(len(unit) for stage in units for unit in stage)
+        ahead = depths * recompute.covers_prediction_ahead
+        per_token += (layers + ahead) * sum(parts.values())
+        per_token += ahead * prediction_multiply_adds(model)
+    else:
+        again = sum(parts.get(module, 0) for module in set(recompute.modules))
+        per_token += (model.num_layers + depths) * again
+    samples = config.training.micro_batch_size
+    positions = seq_length // config.parallel.context_parallel_size
+    rows = padded_rows // config.parallel.tensor_model_parallel_size
+    if loss_pieces(positions, samples, rows, limit=model.logits_at_once) > 1:
+        per_token += (1 + depths) * model.hidden_size * padded_rows
+    return round(2 * per_token * seq_length)
 
 
 class BufferKey(NamedTuple):

@@ -3,6 +3,7 @@
 Pure functions of the architecture, without torch, in the terms of `core.transformer.mla`.
 """
 
+import math
 from typing import NamedTuple
 
 from megatron.core.transformer.config import TransformerConfig
@@ -43,13 +44,19 @@ def latents(model: TransformerConfig) -> dict[str, int]:
     return {**queries, "kv_layernorm": sizes.kv_lora_rank}
 
 
-def multiply_adds(model: TransformerConfig, seq_length: int) -> float:
-    """Return the multiply-adds of one layer's attention for a token of a causal sequence.
+def multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
+    """Return the multiply-adds of one layer's attention for a token of a causal sequence, by part.
 
-    By Megatron-LM's formula, which counts the latents' gains as well as the matrices.
+    By Megatron-LM's formula, which counts the latents' gains as well as the matrices. The parts
+    have the names of --recompute-modules; ``rest`` is of none.
     """
     sizes, heads = model.mla, model.attention.num_attention_heads
-    matrices = sum(rows * columns for _, (rows, columns), _ in projections(model, 1))
-    scores_and_values = heads * (sizes.query_size + sizes.v_head_dim) * seq_length / 2
+    matrices = projections(model, 1)
+    down = sum(math.prod(matrix.shape) for matrix in matrices if matrix.is_whole)
+    up = sum(math.prod(matrix.shape) for matrix in matrices if not matrix.is_whole)
     output = heads * sizes.v_head_dim * model.hidden_size
-    return matrices + sum(latents(model).values()) + scores_and_values + output
+    return {
+        "rest": down + sum(latents(model).values()) + output,
+        "mla_up_proj": up,
+        "core_attn": heads * (sizes.query_size + sizes.v_head_dim) * seq_length / 2,
+    }

@@ -239,6 +239,12 @@ def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[st
         " per rank (causal attention counted as half of the square)"
     )
     yield f"{per_sample * config.total_samples:.4e} FLOPs in the whole run"
+    again = accounting.recomputed_flops_per_sample(config, vocabulary.padded_rows)
+    if again and not config.training.skip_train:
+        yield (
+            f"{(per_sample + again) * config.batch_sizes.final:.4e} FLOPs per iteration with what "
+            f"backward makes again: {again / per_sample:.1%} more, which no log counts"
+        )
 
 
 def _memory(config: RunConfig, vocabulary: PlannedVocabulary, gib: float) -> Iterator[str]:
@@ -253,6 +259,7 @@ def _memory(config: RunConfig, vocabulary: PlannedVocabulary, gib: float) -> Ite
         yield (
             f"{name}{human_bytes(held.total)} = {parts}, activations about "
             f"{human_bytes(held.activations)} ({held.parameters:,} parameters)"
+            f"{f'; in host memory {human_bytes(held.host)}' if held.host else ''}"
         )
     if config.training.skip_train:
         return

@@ -94,6 +94,9 @@ def expected(
 
     Muon moves what `traffic_updates` says.
 
+    What is recomputed makes the calls of its forward again in backward; for the inputs of whole
+    layers that ranks share (--distribute-saved-activations) comes an all_gather of N H e over tp.
+
     Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
     checkpoints, evaluation.
 

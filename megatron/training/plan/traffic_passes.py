@@ -4,7 +4,8 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from megatron.core.optimizer.memory import BYTES
@@ -69,6 +70,8 @@ class _Stage:
     ) -> None:
         self.book, self.config, self.stage = book, config, stage
         self.count, self.trains = count, trains
+        self.forwards = 1
+        """Of what is being added: recomputation makes it 2."""
         self.weight = BYTES[config.precision.params_dtype]
         self.total = BYTES[config.precision.accumulation_dtype]
         share = divide(config.data.seq_length, config.parallel.context_parallel_size)
@@ -87,29 +90,57 @@ class _Stage:
         plan, kinds = layer_plan(model), self.config.context.kinds(model.num_layers)
         if stage.is_first:
             self._leave()
+        units = model.recompute.units(stage.layers)
+        if model.recompute.distribute_saved_activations:
+            self._share_inputs(len(units))
+        whole = {number for unit in units for number in unit}
         for number in stage.layers:
-            for sublayer in plan[number].sublayers:
-                self._block(sublayer.kind, kinds[number])
+            with self._again(number in whole):
+                for sublayer in plan[number].sublayers:
+                    self._block(sublayer.kind, kinds[number])
         if stage.is_last:
             self._losses()
         for depth in range(stage.num_mtp_layers):
             self._leave()  # the embedding
-            for sublayer in mtp_layer_plan(model, depth).sublayers:
-                self._block(sublayer.kind, kinds[depth])
+            with self._again(model.recompute.covers_prediction_ahead):
+                for sublayer in mtp_layer_plan(model, depth).sublayers:
+                    self._block(sublayer.kind, kinds[depth])
             self._losses()
         if stage.is_last:
             self._counts()
 
+    @contextmanager
+    def _again(self, is_recomputed: bool) -> Iterator[None]:
+        """Count forwards of the block twice where backward makes them again."""
+        before = self.forwards
+        if is_recomputed and self.trains:
+            self.forwards = 2
+        yield
+        self.forwards = before
+
+    def _share_inputs(self, units: int) -> None:
+        """Gather the inputs of units for their second run, of which each rank has kept a share."""
+        tp = self.book.sizes["tp"]
+        share = -(-self.tokens * self.config.model.hidden_size // tp)
+        size = tp * share * BYTES[self.config.residual_dtype]
+        self.book.add("tp", "all_gather", size, units * self.count * self.trains)
+
     def _block(self, kind: BlockKind, context_kind: str) -> None:
-        model = self.config.model
+        model, modules = self.config.model, self.config.model.recompute.modules
+        if kind == "mlp":
+            with self._again("mlp" in modules):
+                self._enter_product(model.hidden_size)
+                self._leave_product()
+            return
         if kind == "multi_latent_attention":
             rank = model.mla.q_lora_rank
-            self._enter_product(model.hidden_size if rank is None else rank)
-            self._enter_product(model.mla.kv_lora_rank)
-            self._enter(model.mla.qk_pos_emb_head_dim)
+            with self._again("mla_up_proj" in modules):
+                self._enter_product(model.hidden_size if rank is None else rank)
+                self._enter_product(model.mla.kv_lora_rank)
+                self._enter(model.mla.qk_pos_emb_head_dim)
         else:
             self._enter_product(model.hidden_size)
-        if kind != "mlp":
+        with self._again("core_attn" in modules):
             heads = _heads(model, kind, self.config.parallel.tensor_model_parallel_size)
             self._attend(context_kind, heads)
         self._leave_product()
@@ -146,7 +177,7 @@ class _Stage:
 
     def _enter(self, width: int) -> None:
         if self.split:
-            self._collective("all_gather", width)
+            self._collective("all_gather", width, self.forwards)
             self._collective("reduce_scatter", width, self.trains)
         else:
             self._collective("all_reduce", width, self.trains)
@@ -161,24 +192,24 @@ class _Stage:
     def _leave(self) -> None:
         width = self.config.model.hidden_size
         if self.split:
-            self._collective("reduce_scatter", width)
+            self._collective("reduce_scatter", width, self.forwards)
             self._collective("all_gather", width, self.trains)
         else:
-            self._collective("all_reduce", width)
+            self._collective("all_reduce", width, self.forwards)
 
     def _in_pieces(self, width: int) -> None:
         """Pass shares round the ranks, forward and backward."""
         tp = self.book.sizes["tp"]
         size = self.tokens * width * self.weight // tp
-        self.book.add("tp", "shift", size, (tp - 1) * self.count * (1 + self.trains))
+        self.book.add("tp", "shift", size, (tp - 1) * self.count * (self.forwards + self.trains))
 
-    def _collective(self, op: str, width: int, times: int = 1) -> None:
+    def _collective(self, op: str, width: int, times: int) -> None:
         self.book.add("tp", op, self.tokens * width * self.weight, self.count * times)
 
     # Attention over a sequence's ranks.
 
     def _attend(self, kind: str, heads: _Heads) -> None:
-        book, both = self.book, self.count * (1 + self.trains)
+        book, both = self.book, self.count * (self.forwards + self.trains)
         back = self.count * self.trains
         queries = self.tokens * heads.queries * heads.channels
         outputs = self.tokens * heads.queries * heads.values
