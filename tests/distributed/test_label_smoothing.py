@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.core import rng
 from megatron.core.grid import ParallelConfig
+from megatron.core.kernels.cross_entropy import IN_PLACE, REFERENCE
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.config import TransformerConfig
@@ -60,9 +61,12 @@ def by_torch(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     ).view_as(labels)
 
 
-def work(rank: int, world: int, pieces: int) -> dict[str, Tensor]:
+def work(rank: int, world: int, pieces: int, kept: str) -> dict[str, Tensor]:
     """Return losses in evaluation and in training, and the head's gradient of the latter."""
     model = model_on(world, label_smoothing=0.2, logits_at_once=pieces)
+    assert model.output_layer is not None and model.output_layer.loss_kernels is IN_PLACE
+    if kept == "logits":  # as fused kernels do
+        model.output_layer.loss_kernels = REFERENCE
     tokens, labels = text()
     evaluated = model.eval()(tokens, labels).detach()
     losses = model.train()(tokens, labels)
@@ -75,9 +79,19 @@ def head_gradient(model: GPTModel) -> Tensor:
     return model.output_layer.weight.grad.clone()
 
 
-@pytest.mark.parametrize(("world", "pieces"), [(1, 0), (1, 300), (2, 0), (2, 300)])
+@pytest.mark.parametrize(
+    ("world", "pieces", "kept"),
+    [
+        (1, 0, "exponentials"),
+        (1, 300, "exponentials"),
+        (2, 0, "exponentials"),
+        (2, 300, "exponentials"),
+        (1, 0, "logits"),
+        (2, 0, "logits"),
+    ],
+)
 def test_losses_are_of_smoothed_labels_in_training_alone(
-    pool: Pool, world: int, pieces: int
+    pool: Pool, world: int, pieces: int, kept: str
 ) -> None:
     model = model_on(1)
     tokens, labels = text()
@@ -86,7 +100,7 @@ def test_losses_are_of_smoothed_labels_in_training_alone(
     weighted(expected).backward()
     want = {"evaluated": by_torch(logits.detach(), labels, 0.0), "trained": expected.detach()}
     assert (want["evaluated"] - want["trained"]).abs().min() > 1e-3
-    found = pool.run(world, work, world, pieces)
+    found = pool.run(world, work, world, pieces, kept)
     for one in found:
         for name, losses in want.items():
             torch.testing.assert_close(one[name], losses, rtol=1e-12, atol=1e-12)

@@ -11,8 +11,10 @@ from megatron.core.kernels import blocked
 from megatron.core.kernels.attention import Extras, Packing, Rule, attention_reference
 from megatron.core.kernels.blocked import attention_blocked
 from megatron.core.kernels.sdpa import attention_sdpa
+from megatron.core.kernels.unfused import attention_unfused
 
 BACKENDS = [attention_reference, attention_blocked, attention_sdpa]
+WITHOUT_SINK = [*BACKENDS, attention_unfused]
 F64 = torch.float64
 
 
@@ -116,14 +118,19 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize(
+    ("backend", "extras"),
+    [
+        *((backend, extras) for backend in BACKENDS for extras in EXTRAS),
+        *((attention_unfused, extras) for extras in ("plain", "packed", "alibi", "bias")),
+    ],
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_equals_the_definition(backend, rule, extras):
     check(backend, *tensors(), RULES[rule], EXTRAS[extras](4))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITHOUT_SINK)
 @pytest.mark.parametrize(("n", "g"), [(1, 1), (4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("S", [1, 3, 7])
 def test_head_groups_and_odd_lengths(backend, n, g, S):
@@ -141,18 +148,18 @@ def test_everything_at_once(backend):
     check(backend, *tensors(), Rule(scale=0.8, window=(3, 0), softcap=2.0), extras)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITHOUT_SINK)
 def test_keys_of_another_sequence(backend):
     check(backend, *tensors(S=4, T=9), Rule(scale=0.5, causal=False))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITHOUT_SINK)
 def test_broadcast_bias_gets_the_summed_gradient(backend):
     extras = Extras(bias=torch.randn(1, 4, 1, 7, dtype=F64).requires_grad_())
     check(backend, *tensors(), RULES["causal"], extras)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITHOUT_SINK)
 def test_a_query_that_sees_nothing_gets_zeros_and_no_nan(backend):
     bias = torch.zeros(1, 1, 7, 7, dtype=F64)
     bias[..., 3, :] = -torch.inf
@@ -166,7 +173,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_no_nan(backend):
     assert (out[0] == 0).all() and (out[1] != 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITHOUT_SINK)
 @pytest.mark.parametrize("rule", ["causal", "window", "softcap"])
 def test_decoding_in_pieces_equals_one_forward(backend, rule):
     """Each sample decodes at positions of its own, over a cache with room left."""

@@ -129,14 +129,15 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
     if config.hidden_size > WIDEST_FUSED:
         reason = f"rows of up to {WIDEST_FUSED} fit it, not --hidden-size {config.hidden_size}"
         unfit["layer_norm"]["triton"] = unfit["rms_norm"]["triton"] = reason
-    engine = None
     if config.fp32_residual_connection:
-        engine = "its gains have the dtype of its input (--fp32-residual-connection)"
-    if engine is not None:
-        unfit["layer_norm"]["transformer_engine"] = engine
-        unfit["rms_norm"]["transformer_engine"] = engine
+        reason = "its gains have the dtype of its input (--fp32-residual-connection)"
+        unfit["layer_norm"]["transformer_engine"] = unfit["rms_norm"]["transformer_engine"] = reason
     if config.attention.qk_l2_norm:
         unfit["rms_norm"]["transformer_engine"] = "it has no norm without gains (--qk-l2-norm)"
+    if config.label_smoothing:
+        unfit["cross_entropy"]["transformer_engine"] = (
+            f"it smooths over padding too (--label-smoothing {config.label_smoothing})"
+        )
     # Of two that differ in what they keep, the one that was asked for.
     half = config.fp16_lm_cross_entropy
     passed_over, reason = (
@@ -145,6 +146,4 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
         else ("in_place_half", "it is what --fp16-lm-cross-entropy asks for")
     )
     unfit["cross_entropy"][passed_over] = reason
-    if config.label_smoothing:
-        unfit["cross_entropy"]["transformer_engine"] = "it smooths no labels (--label-smoothing)"
     return unfit
