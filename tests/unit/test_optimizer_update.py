@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
+from megatron.core.kernels import table
+from megatron.core.kernels.adam import adam_reference
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import memory
 from megatron.core.optimizer.config import OptimizerConfig
@@ -233,3 +235,34 @@ def test_predicted_bytes_are_the_bytes(dtype: torch.dtype, fields: dict[str, obj
     assert predicted == optimizer.memory()
     # 55 and 33 matrix elements, then 11, 11, 11 and 3: six aligned slots of 64.
     assert predicted["weights"] == 6 * 64 * dtype.itemsize
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_kernel_for_several_dtypes_takes_them_as_they_are_kept(
+    decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments of bf16 beside fp32: the same as with wide copies, and none is made."""
+    precision = PrecisionConfig.resolve(
+        bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype="bf16"
+    )
+    calls: list[set[torch.dtype]] = []
+
+    def kernel(*arguments: object) -> None:
+        calls.append({array.dtype for array in arguments[:4] if isinstance(array, Tensor)})
+        adam_reference(*arguments)  # type: ignore[arg-type]
+
+    results = []
+    for fused in (False, True):
+        if fused:
+            monkeypatch.setitem(table.TABLE["adam"], "triton", table.Backend(kernel))
+        model = Tiny(torch.bfloat16)
+        config = OptimizerConfig(decoupled_weight_decay=decoupled)
+        optimizer = build_optimizer(config, [model], Mesh.serial(), precision)
+        for x in batches(3, torch.bfloat16):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step(0.5, lr=0.01, weight_decay=0.1)
+        results.append([state.tensor.clone() for state in optimizer.tensors()])
+    assert calls and set.union(*calls) == {torch.float32, torch.bfloat16}
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)

@@ -21,6 +21,10 @@ class Lion:
         self.beta1, self.beta2 = config.lion_beta1, config.lion_beta2
         self.decoupled = config.decoupled_weight_decay
 
+    def takes_as_kept(self, ranges: Ranges) -> bool:
+        """Return False: ranges of several dtypes are widened; see `UpdateRule`."""
+        return False
+
     def update(self, ranges: Ranges, step: Step) -> None:
         """Update ranges in place; see `UpdateRule`."""
         lr, decay = step.settings.lr, step.settings.weight_decay

@@ -144,7 +144,7 @@ def _cut(pieces: list[Tensor], cuts: list[tuple[int, slice]]) -> list[Tensor]:
 def update(rule: UpdateRule, ranges: Ranges, step: Step, computing: torch.dtype) -> None:
     """Let ``rule`` update ``ranges``, in fp32 or fp64 whatever the dtypes they are kept in."""
     kept = [*ranges.parameters, *ranges.grads, *(t for ts in ranges.states.values() for t in ts)]
-    if all(tensor.dtype == computing for tensor in kept):
+    if all(tensor.dtype == computing for tensor in kept) or rule.takes_as_kept(ranges):
         rule.update(ranges, step)
         return
     for number, part, members in _portions(rule, ranges):

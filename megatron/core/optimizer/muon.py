@@ -63,6 +63,10 @@ class Muon:
         is_qkv = tuple(name for name, _ in record.fused) == QKV
         return () if is_qkv and not self.config.muon_split_qkv else record.fused
 
+    def takes_as_kept(self, ranges: Ranges) -> bool:
+        """Return False: ranges of several dtypes are widened; see `UpdateRule`."""
+        return False
+
     def update(self, ranges: Ranges, step: Step) -> None:
         """Update ranges, which hold whole matrices, in place; see `UpdateRule`."""
         for member in ranges.members:

@@ -19,6 +19,10 @@ class SGD:
         self.momentum = config.sgd_momentum
         self.state_names = ("momentum_buffer",) if self.momentum else ()
 
+    def takes_as_kept(self, ranges: Ranges) -> bool:
+        """Return False: ranges of several dtypes are widened; see `UpdateRule`."""
+        return False
+
     def update(self, ranges: Ranges, step: Step) -> None:
         """Update ranges in place; see `UpdateRule`."""
         torch._fused_sgd_(

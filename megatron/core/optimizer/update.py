@@ -68,5 +68,8 @@ class UpdateRule(Protocol):
     def update(self, ranges: Ranges, step: Step) -> None:
         """Update parameters and states in place; gradients may be scaled in place.
 
-        All tensors are of one dtype, fp32 or fp64.
+        All tensors are of one dtype, fp32 or fp64, or as `takes_as_kept` says.
         """
+
+    def takes_as_kept(self, ranges: Ranges) -> bool:
+        """Return whether `update` takes these ranges, of several dtypes, without wide copies."""
