@@ -467,7 +467,21 @@ def warnings(config: RunConfig, origins: Origins) -> list[str]:
                 f"the warm-up ({schedule.warmup}), since both together exceed the decay "
                 f"({schedule.decay}): after the warm-up the rate jumps down, as in Megatron-LM"
             )
+        found += _warn_of_padding(config)
     return found
+
+
+def _warn_of_padding(config: RunConfig) -> list[str]:
+    """Say where whole matrices cannot be shared out evenly."""
+    replicas = config.replicas
+    if config.optimizer.optimizer != "muon" or not replicas.shards_gradients or config.shares == 1:
+        return []
+    strategy = replicas.data_parallel_sharding_strategy
+    return [
+        f"warning: with --optimizer muon and --data-parallel-sharding-strategy {strategy} a rank's "
+        "share of each layer is at least the layer's largest matrix, since matrices stay whole; "
+        "--use-distributed-optimizer deals out those of all layers together"
+    ]
 
 
 def _unit_text(config: RunConfig) -> str:

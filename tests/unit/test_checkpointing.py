@@ -504,6 +504,19 @@ def test_another_schedule_needs_a_word_and_shows_both_curves(tmp_path: Path) -> 
     assert Run(tmp_path, lr=0.2, finetune=True).load().schedule.lr == 0.2
 
 
+@pytest.mark.parametrize(("before", "now", "what"), [(None, 0.3, "drop"), (0.3, None, "give")])
+def test_a_stored_schedule_cannot_bring_or_take_away_a_decoupled_rate(
+    tmp_path: Path, before: float | None, now: float | None, what: str
+) -> None:
+    """How parameters are grouped follows from the flags, so the rate would be lost or made up."""
+    saved, other = Run(tmp_path), Run(tmp_path, use_checkpoint_opt_param_scheduler=True)
+    saved.schedule = replace(saved.schedule, decoupled_lr=before, decoupled_min_lr=0.0)
+    saved.train(2).save()
+    other.schedule = replace(other.schedule, decoupled_lr=now, decoupled_min_lr=0.0)
+    with pytest.raises(UserError, match=f"{what} --decoupled-lr"):
+        other.load()
+
+
 def test_other_shapes_are_said_before_another_schedule(tmp_path: Path) -> None:
     Run(tmp_path).train(2).save()
     run = Run(tmp_path, lr=0.2)

@@ -108,6 +108,29 @@ def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
     assert memory[2].startswith("largest micro-batch that fits 80 GiB")
     assert any("--data-impl mmap" in line for line in found["settings"])
     assert sum("weight decay" in line for line in found["learning rate"]) == 5
+    decay, rest = found["optimizer groups"]
+    assert decay.startswith("decay (adam): 14 parameters, ") and "layers.*.mlp.linear_fc1" in decay
+    assert rest.startswith("no_decay (adam, no weight decay): 26 parameters, ")
+
+
+def test_groups_and_both_rates_of_muon_are_planned() -> None:
+    found = sections(
+        "--optimizer muon --decoupled-lr 2e-3 --decoupled-min-lr 1e-4 "
+        "--param-group-overrides *.linear_fc2.weight:lr_mult=0.5"
+    )
+    assert [line.split(":")[0] for line in found["optimizer groups"]] == [
+        "adam decay (adam)",
+        "adam decay decoupled (adam, --decoupled-lr)",
+        "adam no_decay (adam, no weight decay)",
+        "muon decay (muon)",
+        "muon decay *.linear_fc2.weight (muon, lr x 0.5)",
+    ]
+    rates = [line for line in found["learning rate"] if "embedding and head" in line]
+    assert len(rates) == 5
+    assert rates[0].endswith("embedding and head 2.000000e-03, weight decay 0.01")
+    assert rates[-1].endswith("embedding and head 1.000000e-04, weight decay 0.01")
+    with pytest.raises(UserError, match="linear_fc3.*: no parameter has such a name"):
+        sections("--param-group-overrides *.linear_fc3.*:lr_mult=0.5")
 
 
 def test_a_v_has_both_ends_on_one_rank_and_another_order_of_ranks() -> None:

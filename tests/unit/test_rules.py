@@ -228,6 +228,15 @@ def test_lr_05_lengths_in_iterations_hold_under_ramp_up() -> None:
     assert rate(100) == pytest.approx(1e-4, rel=1e-12)
 
 
+def test_muon_beside_units_of_their_own_is_warned_of() -> None:
+    muon = "--train-iters 10 --optimizer muon --dry-run-world-size 4 --global-batch-size 32"
+    for strategy, warned in (("optim", False), ("optim_grads", True), ("optim_grads_params", True)):
+        said = plan(f"{muon} --data-parallel-sharding-strategy {strategy}").reports
+        assert any("largest matrix" in text for text in said) == warned
+    alone = plan("--train-iters 10 --optimizer muon --use-megatron-fsdp").reports
+    assert not any("largest matrix" in text for text in alone)
+
+
 def test_lr_07_a_fraction_is_of_the_decay() -> None:
     config = plan("--train-iters 350 --lr-warmup-fraction 0.1").config
     rates = [config.learning_schedule.learning_rate_at(n) for n in range(351)]

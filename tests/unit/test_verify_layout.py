@@ -124,6 +124,19 @@ def test_a_small_run_has_the_structure_of_the_large_one() -> None:
     assert config.pipeline.num_layers_per_virtual_pipeline_stage is None
 
 
+def test_rules_that_no_layout_can_be_compared_with_are_replaced_and_named() -> None:
+    lion, layout = small(f"{LLAMA} --optimizer lion"), parse_layout("tp2", "test")
+    assert lion.on(layout).optimizer.optimizer == "sgd"
+    assert "--optimizer sgd (lion)" in lion.changes(layout)
+    text = "--optimizer muon --muon-scalar-optimizer lion --muon-tp-mode blockwise"
+    muon = small(f"{LLAMA} {text}")
+    assert muon.on(layout).optimizer.rules == ("muon", "adam")
+    assert muon.on(layout).optimizer.muon_tp_mode == "duplicated"
+    assert "--muon-tp-mode duplicated (blockwise)" in muon.changes(layout)
+    plain = " ".join(small(f"{LLAMA} --optimizer muon").changes(layout))
+    assert "optimizer" not in plain and "muon" not in plain
+
+
 def test_a_small_run_is_serial_unless_the_layout_says_otherwise() -> None:
     run, layout = small(LLAMA), parse_layout("tp2 sp pp2 cp2 dp3", "test")
     config, reference = run.on(layout), run.reference(layout)

@@ -81,6 +81,14 @@ _REPLACED: Mapping[str, Any] = {
     "vocab_size": VOCABULARY - 1,  # the end-of-document id comes on top
     "make_vocab_size_divisible_by": 4,
 }
+# Lion steps by signs, so a gradient that is nothing but rounding makes a whole step; blocks of a
+# matrix that are orthogonal by themselves are another update on every layout, as is meant.
+_COMPARABLE: Mapping[str, Mapping[Any, Any]] = {
+    "optimizer": {"lion": "sgd"},
+    "muon_scalar_optimizer": {"lion": "adam"},
+    "muon_tp_mode": {"blockwise": "duplicated"},
+}
+"""What stands for choices of the user's that no two layouts can be compared with."""
 
 
 class SmallRun:
@@ -101,6 +109,9 @@ class SmallRun:
         one = {"micro_batch_size": 1, "global_batch_size": 1}
         self._user = _built({**kept, **_REPLACED, **length, **one})
         self.values = {**kept, **_REPLACED}
+        for name, instead in _COMPARABLE.items():
+            if self.values.get(name) in instead:
+                self.values[name] = instead[self.values[name]]
         for name in _FOLLOW:
             self.values.pop(name, None)
         self.micro_batch_size = min(values.get("micro_batch_size", 1), 2)
@@ -151,7 +162,7 @@ class SmallRun:
         return self.on(SERIAL, like=layout)
 
     def changes(self, layout: Layout = SERIAL) -> list[str]:
-        """Return what is smaller than in the user's run, as flags, on a layout."""
+        """Return what is smaller than in the user's run, or another rule, as flags, on a layout."""
         small, user = self.reference(layout).flatten(), self._user.flatten()
         names = (
             "num_layers",
@@ -162,6 +173,7 @@ class SmallRun:
             "ffn_hidden_size",
             "seq_length",
             "window_size",
+            *_COMPARABLE,
         )
         return [
             f"{flag_of(RunConfig, name)} {as_words(small[name])} ({as_words(user[name])})"
