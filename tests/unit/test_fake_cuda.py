@@ -53,6 +53,11 @@ CASES = {
         f"{SMALL} {LLAMA} --num-query-groups 4 {TP2} --window-size 16,0 --softmax-type learnable "
         "--attention-softcap 20",
     ),
+    "fp16 stream": (
+        1,
+        4,
+        f"{SMALL} {TP2} {PP2} --no-bf16 --fp16 --fp32-residual-connection --fp16-lm-cross-entropy",
+    ),
     "alibi": (0, 1, f"{SMALL} --position-embedding-type alibi --apply-layernorm-1p"),
     "latent mtp": (
         0,
