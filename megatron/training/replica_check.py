@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm, sharding
-from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Box
 from megatron.training.health import RunFailed
@@ -53,7 +53,7 @@ class ReplicaCheck:
         interval: iterations between checks.
     """
 
-    def __init__(self, replicas: DataParallel, mesh: Mesh, interval: int) -> None:
+    def __init__(self, replicas: Replicas, mesh: Mesh, interval: int) -> None:
         self._replicas, self._mesh, self._interval = replicas, mesh, interval
         self._copies = [copy for parameter in replicas.parameters for copy in _copies(parameter)]
         self._passed: int | None = None

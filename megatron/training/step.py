@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.precision.loss_scaler import LossScaler
@@ -189,7 +189,7 @@ class TrainStep:
         return what + _of_scale(self.optimizer.scaler)
 
 
-def non_finite_gradients(replicas: DataParallel) -> list[str]:
+def non_finite_gradients(replicas: Replicas) -> list[str]:
     """Return the names of parameters of whose gradient this rank has an element not finite."""
     found = [
         member.record.name

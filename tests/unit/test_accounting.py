@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron.core.distributed.buffers import Shares, build_buffers
+from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.layout import plan_buffers
+from megatron.core.distributed.pieces import Shares
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import groups

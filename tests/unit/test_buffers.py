@@ -10,9 +10,10 @@ from torch import nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import Shares, build_buffers
+from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.layout import Item, plan_buffers
+from megatron.core.distributed.pieces import Shares
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer.groups import Group
 from megatron.core.sharding import Init, Region, Sharding

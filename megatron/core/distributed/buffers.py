@@ -4,10 +4,10 @@ Parameters with equal (dtype, axes their gradient is summed over) share a `FlatB
 and their gradients become views of it. Autograd adds to an existing ``grad`` in place, and our own
 layers do too, so gradients accumulate in the buffer, in at least fp32, also for bf16 parameters.
 Collectives then reduce a buffer bucket by bucket, and the optimizer updates what this rank has of
-it (`spans`) in a few calls.
+it (`pieces.Pieces`) in a few calls.
 
-`Shares` says what replicas share out. What is shared out is kept in memory of its own, as large as
-this rank's share, and the buffer's storage is there only while somebody needs all of it:
+`pieces.Shares` says what replicas share out. What is shared out is kept in memory of its own, as
+large as this rank's share, and the buffer's storage is there only while somebody needs all of it:
 
     no_shard             weights, gradients: whole; this rank updates all
     optim                weights, gradients: whole; this rank updates its share of each bucket
@@ -22,85 +22,25 @@ Two things must not happen to a parameter that lies in a buffer: ``parameter.gra
 else (`FlatBuffer.zero_grad` puts the view back), and ``parameter.data`` replaced.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.config import Strategy
-from megatron.core.distributed.layout import BufferPlan, Grouped, Item, Part, Range
-from megatron.core.mesh import Axis, Mesh
-from megatron.core.sharding import Sharding
+from megatron.core.distributed.layout import BufferPlan, Item
+from megatron.core.distributed.pieces import Fill, GroupOf, Pieces, Shares, summed_axes
 from megatron.core.utils import UserError
 
-GroupOf = Callable[[Sharding], Grouped]
-"""Gives the optimizer group of a parameter."""
-Fill = Callable[[nn.Parameter], None]
-"""Gives a parameter its initial values."""
 
-
-@dataclass(frozen=True)
-class Shares:
-    """How replicas share a buffer out."""
-
-    strategy: Strategy
-    axis: Axis
-    """Ranks among which it is shared out."""
-    copies: Axis
-    """Ranks that hold the same share."""
-
-    @property
-    def gradients(self) -> bool:
-        """Return whether each rank keeps its share of the gradients only."""
-        return self.strategy in ("optim_grads", "optim_grads_params")
-
-    @property
-    def weights(self) -> bool:
-        """Return whether each rank keeps its share of the weights only."""
-        return self.strategy == "optim_grads_params"
-
-
-@dataclass(frozen=True)
-class Member:
-    """The part of one parameter that lies in one range of a buffer."""
-
-    record: Sharding
-    shape: tuple[int, ...]
-    """Of the whole local parameter."""
-    range: int
-    """Number of the range."""
-    place: slice
-    """Elements of the range."""
-    start: int
-    """Offset in the flattened local parameter of the first of them."""
-
-    @property
-    def stop(self) -> int:
-        """Return the offset after the last of them."""
-        return self.start + (int(self.place.stop) - int(self.place.start))
-
-
-class FlatBuffer:
+class FlatBuffer(Pieces):
     """One flat piece of parameters and one of their gradients."""
 
     data: Tensor
     """All weights; its storage is empty at times where weights are shared out."""
     grad: Tensor
     """All gradients of this rank's samples, likewise."""
-    spans: list[Range]
-    """What this rank updates: its share of every bucket. There its gradients are whole, once they
-    are reduced."""
-    weight_pieces: list[Tensor]
-    """Weights in `spans`, always there."""
-    grad_pieces: list[Tensor]
-    """Gradients in `spans`, always there."""
-    summed: tuple[str, ...]
-    """Model-parallel axes that some region's gradient is summed over."""
-    is_tied: bool
-    """Another stage holds a copy of its one parameter."""
 
     def __init__(
         self,
@@ -110,12 +50,8 @@ class FlatBuffer:
         shares: Shares,
         fill: Fill | None = None,
     ) -> None:
-        self.plan, self.shares = plan, shares
-        everyone = list(parameters)
-        self.parameters = tuple(everyone[slot.index] for slot in plan.slots)
+        super().__init__(plan, list(parameters), shares)
         first = self.parameters[0]
-        self.summed = summed_axes(sharding.of(first))
-        self.is_tied = sharding.of(first).tied
         self.data = torch.zeros(plan.size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(plan.size, dtype=grad_dtype, device=first.device)
         self._grad_views = [self._view(self.grad, i) for i in range(len(self.parameters))]
@@ -130,7 +66,6 @@ class FlatBuffer:
                 fill(parameter)
             _allow_grad_dtype(parameter, grad_dtype)
             parameter.grad = self._grad_views[i]
-        self.spans = plan.shards(shares.axis.coordinate, shares.axis.size)
         self.weight_pieces = self._pieces(self.data, shares.weights)
         self.grad_pieces = self._pieces(self.grad, shares.gradients)
         if shares.weights:
@@ -146,6 +81,11 @@ class FlatBuffer:
         """Return what `spans` hold of ``flat``: views, or a copy in one piece of memory."""
         views = [flat[start:stop] for start, stop in self.spans]
         return list(torch.cat(views).split([len(view) for view in views])) if apart else views
+
+    def held(self) -> dict[str, int]:
+        mine, all_of_them = super().held(), {"weights": self.data, "gradients": self.grad}
+        shared = {"weights": self.shares.weights, "gradients": self.shares.gradients}
+        return {name: mine[name] if shared[name] else all_of_them[name].nbytes for name in mine}
 
     def zero_grad(self) -> None:
         """Set every gradient to zero, and every ``parameter.grad`` to its view of the buffer."""
@@ -188,57 +128,6 @@ class FlatBuffer:
                 "optimizer's zero_grad() and never set .grad"
             )
 
-    def members(self, part: Range, number: int) -> Iterator[Member]:
-        """Yield the parts of parameters in a range of the buffer, which is called ``number``."""
-        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
-            common = layout.intersect((slot.start, slot.stop), part)
-            if common is not None:
-                yield Member(
-                    sharding.of(parameter),
-                    tuple(parameter.shape),
-                    number,
-                    slice(common[0] - part[0], common[1] - part[0]),
-                    common[0] - slot.start,
-                )
-
-    def owned_ranges(self, mesh: Mesh) -> list[Range]:
-        """Return the ranges of the elements that this rank answers for in sums over the world.
-
-        Each logical element is answered for once: rows that only pad a vocabulary, what another
-        rank owns and what another replica counts are left out. Of what is shared out, this rank
-        answers for what lies in `spans`.
-        """
-        if self.shares.copies.coordinate > 0:
-            return []
-        coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()}
-        return self._ranges(lambda record: record.owned(coordinates))
-
-    def summed_ranges(self, axis: str) -> list[Range]:
-        """Return the ranges whose gradients are partial along ``axis``.
-
-        Padding lies in no region, but its gradient is zero on every rank: where all regions are
-        partial, all of the buffer counts as such.
-        """
-        regions = [r for p in self.parameters for r in sharding.of(p).regions]
-        if all(axis in region.summed for region in regions):
-            return [(0, self.plan.size)]
-        return self._ranges(lambda record: (r for r in record.regions if axis in r.summed))
-
-    def _ranges(self, regions_of: Callable[[Sharding], Iterable[sharding.Region]]) -> list[Range]:
-        ranges: list[Range] = []
-        for slot, parameter in zip(self.plan.slots, self.parameters, strict=True):
-            mine = [
-                (slot.start + start, slot.start + stop)
-                for region in regions_of(sharding.of(parameter))
-                for start, stop in layout.box_ranges(parameter.shape, region.local)
-            ]
-            ranges += layout.merge(sorted(mine))
-        return ranges
-
-    def cut(self, ranges: Iterable[Range]) -> list[Part]:
-        """Return the parts of ``ranges`` that lie in `spans`."""
-        return layout.cut(ranges, self.spans)
-
 
 def _empty(flat: Tensor) -> None:
     flat.untyped_storage().resize_(0)
@@ -259,11 +148,6 @@ def _allow_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
             "2.13, or --no-accumulate-allreduce-grads-in-fp32"
         )
     parameter.grad_dtype = dtype
-
-
-def summed_axes(record: Sharding) -> tuple[str, ...]:
-    """Return the axes that some region of a parameter is summed over."""
-    return tuple(sorted({axis for region in record.regions for axis in region.summed}))
 
 
 def build_buffers(

@@ -20,26 +20,21 @@ the last of it is no backward of autograd's.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
-from megatron.core.distributed import finalize, reduction
-from megatron.core.distributed.buffers import (
-    Fill,
-    FlatBuffer,
-    GroupOf,
-    Member,
-    Shares,
-    build_buffers,
-)
+from megatron.core.distributed import finalize, pieces, reduction
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fully_sharded import FullySharded
 from megatron.core.distributed.gathering import WeightGather
 from megatron.core.distributed.layout import Range
+from megatron.core.distributed.pieces import Fill, GroupOf, Member
 from megatron.core.distributed.reduction import Finish
+from megatron.core.distributed.replicas import shares_of
 from megatron.core.distributed.units import find_units
 from megatron.core.mesh import Mesh
 
@@ -182,27 +177,11 @@ class DataParallel:
 
     def gradients(self) -> Iterator[tuple[Member, Tensor]]:
         """Yield what this rank has of each parameter's reduced gradient, as flat views."""
-        return _parts(self.buffers, [buffer.grad_pieces for buffer in self.buffers])
+        return pieces.gradients(self.buffers)
 
     def weights(self) -> Iterator[tuple[Member, Tensor]]:
         """Yield what this rank updates of each parameter, as flat views."""
-        return _parts(self.buffers, [buffer.weight_pieces for buffer in self.buffers])
-
-
-def _parts(
-    buffers: Sequence[FlatBuffer], pieces: Sequence[list[Tensor]]
-) -> Iterator[tuple[Member, Tensor]]:
-    for buffer, mine in zip(buffers, pieces, strict=True):
-        for number, span in enumerate(buffer.spans):
-            for member in buffer.members(span, number):
-                yield member, mine[number][member.place]
-
-
-def shares_of(config: DataParallelConfig, mesh: Mesh) -> Shares:
-    """Return what the replicas of a mesh share out."""
-    if config.shares(mesh.dp_cp.size) == 1:  # nobody to share with
-        return Shares("no_shard", mesh.alone, mesh.dp_cp)
-    return Shares(config.data_parallel_sharding_strategy, mesh.dp_inner, mesh.dp_outer)
+        return pieces.weights(self.buffers)
 
 
 def completion_order(chunk: nn.Module, buffers: Iterable[FlatBuffer]) -> list[FlatBuffer]:

@@ -7,7 +7,7 @@ whole buffer; otherwise the regions are packed, summed and unpacked. Over axes o
 moved. A tied embedding has a copy on the first and one on the last stage, whose gradients are
 summed over these two.
 
-This comes after the sum over replicas, and concerns what this rank updates (`FlatBuffer.spans`):
+This comes after the sum over replicas, and concerns what this rank updates (`Pieces.spans`):
 the ranks along a model-parallel axis have equal shares.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Iterable
 import torch
 
 from megatron.core import comm
-from megatron.core.distributed.buffers import FlatBuffer
 from megatron.core.distributed.layout import Range
+from megatron.core.distributed.pieces import Pieces
 from megatron.core.mesh import Axis, Mesh
 
 
-def sum_regions(buffers: Iterable[FlatBuffer], mesh: Mesh) -> None:
+def sum_regions(buffers: Iterable[Pieces], mesh: Mesh) -> None:
     """Complete the gradients of regions that several ranks hold parts of, in place."""
     for buffer in buffers:
         if buffer.is_tied:
@@ -31,7 +31,7 @@ def sum_regions(buffers: Iterable[FlatBuffer], mesh: Mesh) -> None:
                 _sum(buffer, buffer.summed_ranges(name), mesh[name])
 
 
-def _sum(buffer: FlatBuffer, ranges: Iterable[Range], axis: Axis) -> None:
+def _sum(buffer: Pieces, ranges: Iterable[Range], axis: Axis) -> None:
     views = [buffer.grad_pieces[number][part] for number, part in buffer.cut(ranges)]
     if axis.size == 1 or not views:
         return

@@ -15,6 +15,7 @@ deals them to the shares of a bucket, and groups lie in order within a share.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -231,13 +232,18 @@ def merge(ranges: Sequence[Range]) -> list[Range]:
 
 
 def cut(ranges: Iterable[Range], spans: Sequence[Range]) -> list[Part]:
-    """Return the parts of ``ranges`` that lie in ``spans``."""
-    return [
-        (number, slice(common[0] - span[0], common[1] - span[0]))
-        for each in ranges
-        for number, span in enumerate(spans)
-        if (common := intersect(each, span)) is not None
-    ]
+    """Return the parts of ``ranges`` that lie in ``spans``, which are in order and may be many."""
+    found: list[Part] = []
+    for each in ranges:
+        first = bisect_right(spans, each[0], key=lambda span: span[1])
+        for number in range(first, len(spans)):
+            start, stop = spans[number]
+            common = intersect(each, (start, stop))
+            if common is not None:
+                found.append((number, slice(common[0] - start, common[1] - start)))
+            elif start >= each[1]:
+                break
+    return found
 
 
 def first_elements(total: int, fraction: float) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import FlatBuffer, Member
 from megatron.core.distributed.layout import Part, Range
+from megatron.core.distributed.pieces import Member, Pieces
 from megatron.core.optimizer.update import Ranges, Signals, Step, UpdateRule
 
 AT_ONCE = 1 << 22
@@ -47,7 +47,7 @@ class Shard:
 
     def __init__(
         self,
-        buffer: FlatBuffer,
+        buffer: Pieces,
         parts: Sequence[Part],
         state_names: Iterable[str],
         dtypes: Dtypes,
@@ -60,7 +60,7 @@ class Shard:
         self.sizes = [stop - start for start, stop in self.spans]
         self.weights = [buffer.weight_pieces[number][part] for number, part in parts]
         self.grads = [buffer.grad_pieces[number][part] for number, part in parts]
-        self.has_masters = buffer.data.dtype != dtypes.main
+        self.has_masters = buffer.dtype != dtypes.main
         self.mains = self._mains()
         self.states: dict[str, list[Tensor]] = {}
         for name in state_names:
@@ -70,7 +70,7 @@ class Shard:
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         """Return one piece of memory for all ranges."""
-        return torch.zeros(sum(self.sizes), dtype=dtype, device=self.buffer.grad.device)
+        return torch.zeros(sum(self.sizes), dtype=dtype, device=self.buffer.device)
 
     def _mains(self) -> list[Tensor]:
         """Return what is updated: copies of the weights, or the weights themselves."""

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import Member
+from megatron.core.distributed.pieces import Member
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.matrices import Block, Matrix, learn_peers

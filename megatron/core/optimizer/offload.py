@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import FlatBuffer
 from megatron.core.distributed.layout import Part
+from megatron.core.distributed.pieces import Pieces
 from megatron.core.optimizer.mixed_precision import Dtypes, Shard
 from megatron.core.optimizer.update import Signals
 
@@ -37,7 +37,7 @@ class HostShard(Shard):
 
     def __init__(
         self,
-        buffer: FlatBuffer,
+        buffer: Pieces,
         parts: Sequence[Part],
         state_names: Iterable[str],
         dtypes: Dtypes,
@@ -45,7 +45,7 @@ class HostShard(Shard):
         overlaps: bool = False,
         pins: tuple[bool, bool] = (True, True),
     ) -> None:
-        device = buffer.grad.device
+        device = buffer.device
         self._overlaps = overlaps
         self._pins_grads, self._pins_masters = (pin and device.type == "cuda" for pin in pins)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -67,7 +67,7 @@ class HostShard(Shard):
 
     def _updated_from(self) -> list[Tensor]:
         flat = torch.empty(
-            sum(self.sizes), dtype=self.buffer.grad.dtype, device=HOST, pin_memory=self._pins_grads
+            sum(self.sizes), dtype=self.buffer.grad_dtype, device=HOST, pin_memory=self._pins_grads
         )
         self._host_grads = list(flat.split(self.sizes))
         return self._host_grads
@@ -104,7 +104,7 @@ class HostShard(Shard):
         self._departure = self._copy(self.weights, self.mains)
         if self._stream is not None:
             # What computes next with the weights comes after their arrival.
-            torch.cuda.current_stream(self.buffer.grad.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.buffer.device).wait_stream(self._stream)
         if not self._overlaps:
             _wait(self._departure)
 
@@ -114,7 +114,7 @@ class HostShard(Shard):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self.buffer.grad.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.buffer.device))
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):
                 # A copy that casts on the way would be made piece by piece.

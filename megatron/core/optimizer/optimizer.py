@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from megatron.core import comm, sharding
 from megatron.core.distributed import layout
-from megatron.core.distributed.buffers import Fill, FlatBuffer, Member
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.layout import Part
+from megatron.core.distributed.pieces import Fill, Member, Pieces
+from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer import clip, groups
 from megatron.core.optimizer.adam import Adam
@@ -88,7 +89,7 @@ class Optimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        data_parallel: DataParallel,
+        data_parallel: Replicas,
         mesh: Mesh,
         dtypes: Dtypes,
         scaler: LossScaler,
@@ -112,7 +113,7 @@ class Optimizer:
             self._owned_numel += sum(part.stop - part.start for _, part in shard.cut(ranges))
             self._owned.append(shard.cut(layout.bridge_gaps(ranges, shard.buffer.plan)))
 
-    def _shards(self, buffer: FlatBuffer) -> Iterator[Shard]:
+    def _shards(self, buffer: Pieces) -> Iterator[Shard]:
         """Yield what this rank updates of a buffer: on the host, and on the device."""
         config, names = self.config, self._rules[buffer.plan.rule].state_names
         host, device = layout.first_part(buffer.spans, config.offloaded_fraction)
@@ -303,13 +304,10 @@ class Optimizer:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds, by category."""
-        buffers, shares = self.data_parallel.buffers, self.data_parallel.shares
-        weights = [b.weight_pieces if shares.weights else [b.data] for b in buffers]
+        held = [buffer.held() for buffer in self.data_parallel.buffers]
         here = [shard for shard in self.shards if not isinstance(shard, HostShard)]
-        gradients = [b.grad_pieces if shares.gradients else [b.grad] for b in buffers]
         return {
-            "weights": sum(piece.nbytes for pieces in weights for piece in pieces),
-            "gradients": sum(piece.nbytes for pieces in gradients for piece in pieces),
+            **{kind: sum(each[kind] for each in held) for kind in ("weights", "gradients")},
             "masters": sum(t.nbytes for s in here if s.has_masters for t in s.mains),
             "states": sum(t.nbytes for s in here for kept in s.states.values() for t in kept),
             "host": sum(s.host_bytes for s in self.shards if isinstance(s, HostShard)),

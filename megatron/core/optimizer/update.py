@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import Member
+from megatron.core.distributed.pieces import Member
 from megatron.core.optimizer.groups import Settings
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.core import comm, sharding
 from megatron.core.datasets.gpt import SampleOptions, make_sample
 from megatron.core.dist_checkpointing.plan import of_flat
-from megatron.core.distributed.buffers import Member
-from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.pieces import Member
+from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.schedule import Progress
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -188,7 +188,7 @@ def _pieces(parts: Iterable[tuple[Member, Tensor]]) -> list[Piece]:
     return pieces
 
 
-def _weights(replicas: DataParallel) -> list[Piece]:
+def _weights(replicas: Replicas) -> list[Piece]:
     """Return copies, in float64, of all weights that this rank computes with."""
     return [
         Piece(record.name, region.logical, _copy(p[sharding.box_slices(region.local)]))
