@@ -88,8 +88,10 @@ def serve(size: Size, layout: str) -> None:
     from megatron.training.build import build_chunks, build_optimizer, build_passes
     from megatron.training.health import Health
     from megatron.training.plan import traffic
+    from megatron.training.planner import Planner
     from megatron.training.processes import setup
-    from megatron.training.step import Plan, TrainStep
+    from megatron.training.state import TrainState
+    from megatron.training.step import TrainStep
     from megatron.training.timers import Timers
 
     processes = LAYOUTS[layout][0]
@@ -106,13 +108,11 @@ def serve(size: Size, layout: str) -> None:
     optimizer = build_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=0)
+    plan, count, nominal = Planner(config, mesh).after(TrainState())
     micro = config.training.micro_batch_size
-    count = size.batch // (micro * mesh.dp.size)
     text = torch.randint(size.vocab, (micro, size.sequence + 1))
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}
-    plan = Plan(iteration=1, samples=range(size.batch), learning_rate=3e-4, weight_decay=0.1)
-    nominal = passes.objective.nominal(size.batch, micro, size.sequence)
     waiting = Waiting()
 
     def run() -> None:

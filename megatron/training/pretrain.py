@@ -47,6 +47,7 @@ from megatron.training.garbage import Garbage
 from megatron.training.health import Health, RunFailed
 from megatron.training.passes import ForwardStep, Passes
 from megatron.training.plan import accounting
+from megatron.training.planner import Planner
 from megatron.training.processes import setup
 from megatron.training.processes.launch import Launch
 from megatron.training.profiling import Profiler
@@ -394,9 +395,8 @@ class Job:
         parts = Parts(
             step=step,
             batches=self._training_batches(built.data.train, state),
-            schedule=schedule,
+            planner=Planner(config, self.mesh, schedule),
             train_iters=config.total_iterations,
-            sizes=config.batch_sizes,
             held_out=held_out,
             metrics=metrics,
             stopper=Stopper(

@@ -15,16 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say
 from megatron.training import memory
-from megatron.training.batch_size import BatchSizes
 from megatron.training.batches import Batches, NoBatches
 from megatron.training.config import RunConfig
 from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.external import ExternalBatches
 from megatron.training.failing.heartbeat import Pulse
 from megatron.training.garbage import Garbage
+from megatron.training.planner import Planned, Planner
 from megatron.training.processes import setup
 from megatron.training.profiling import Profiler
 from megatron.training.records import log_line
@@ -45,9 +44,8 @@ class Parts:
 
     step: TrainStep
     batches: Batches | ExternalBatches | NoBatches
-    schedule: Schedule
+    planner: Planner
     train_iters: int
-    sizes: BatchSizes
     held_out: HeldOut
     metrics: Metrics
     stopper: Stopper
@@ -100,14 +98,15 @@ class Trainer:
 
     def _iterate(self) -> Reason | None:
         """Run one iteration and what is due after it."""
-        plan = self._plan()
+        planned = self.parts.planner.after(self.state)
+        plan = planned.plan
         self.parts.pulse.timed(f"iteration {plan.iteration}")
         self.parts.profiler.before(plan.iteration)
         start = time.perf_counter()
         if plan.iteration in self.skipped:
-            result = self._leave_out(plan)
+            result = self._leave_out(planned)
         else:
-            result = self._train_on(plan)
+            result = self._train_on(planned)
         seconds = time.perf_counter() - start
         self.parts.pulse.untimed(f"the end of iteration {plan.iteration}")
         self._count(plan, seconds)
@@ -127,37 +126,17 @@ class Trainer:
             self.parts.stopper.obey()
         return reason
 
-    def _plan(self) -> Plan:
-        state = self.state
-        size = self.parts.sizes.at(state.consumed_samples)
-        rates = self.parts.schedule.rates(state.progress)
-        return Plan(
-            iteration=state.iteration + 1,
-            samples=range(state.consumed_samples, state.consumed_samples + size),
-            learning_rate=rates.lr,
-            weight_decay=rates.weight_decay,
-            decoupled_learning_rate=rates.decoupled_lr,
-        )
-
-    def _train_on(self, plan: Plan) -> StepResult:
-        micro = self.config.training.micro_batch_size
-        nominal = self.parts.step.objective.nominal(
-            len(plan.samples), micro, self.config.data.seq_length
-        )
-        count = self._microbatches(plan)
+    def _train_on(self, planned: Planned) -> StepResult:
+        plan, count, nominal = planned
         microbatches = self.parts.batches.take(count)
         return self.parts.step.run(plan, microbatches, count, nominal, self.parts.stopper.seen)
 
-    def _leave_out(self, plan: Plan) -> StepResult:
+    def _leave_out(self, planned: Planned) -> StepResult:
         """Consume the samples of an iteration without training on them."""
-        self.state.skipped_samples += len(plan.samples)
-        self.parts.batches.leave_out(self._microbatches(plan))
+        self.state.skipped_samples += len(planned.plan.samples)
+        self.parts.batches.leave_out(planned.microbatches)
         totals = self.parts.step.passes.accumulator().reduce(self.parts.stopper.seen())
         return StepResult(totals=totals, grad_norm=None, skipped=True)
-
-    def _microbatches(self, plan: Plan) -> int:
-        """Return how many microbatches this rank takes in an iteration."""
-        return len(plan.samples) // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
     def _count(self, plan: Plan, seconds: float) -> None:
         self.state.iteration = plan.iteration

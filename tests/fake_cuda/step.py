@@ -58,7 +58,9 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
     from megatron.core.tokenizers.vocabulary import Vocabulary
     from megatron.training.arguments import parse
     from megatron.training.build import build_chunks, build_optimizer, build_passes
+    from megatron.training.planner import Planner
     from megatron.training.processes import setup
+    from megatron.training.state import TrainState
     from megatron.training.timers import Timers
 
     config = parse(flags, "pretrain_gpt", world_size=world_size).config
@@ -79,7 +81,7 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
         samples, sequence = config.training.micro_batch_size, config.data.seq_length
         tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device)
         mask = torch.ones(samples, sequence, device=device)
-        count = config.training.global_batch_size // config.samples_per_pass
+        plan, count, nominal = Planner(config, mesh).after(TrainState())
         batches = [{"tokens": tokens, "labels": tokens, "loss_mask": mask}] * count
         for _ in range(2):  # shared-out weights are gathered ahead from the second on
             optimizer.zero_grad()
@@ -88,13 +90,13 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
                     batches,
                     count,
                     passes.accumulator(),
-                    divisor=1.0,
+                    divisor=nominal,
                     key_of=lambda number: None,  # type: ignore[arg-type,return-value]
                     before_gradients=optimizer.data_parallel.begin,
                     after_gradients=optimizer.data_parallel.finish,
                 )
                 optimizer.data_parallel.reduce_gradients()
-                optimizer.step(1.0, lr=1e-3, weight_decay=0.1)
+                optimizer.step(1.0, lr=plan.learning_rate, weight_decay=plan.weight_decay)
         tensors = [t for chunk in chunks for p in chunk.parameters() for t in (p, p.grad)]
         devices = sorted({str(tensor.device) for tensor in tensors})
         memory = optimizer.memory()

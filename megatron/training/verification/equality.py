@@ -25,16 +25,17 @@ from megatron.core.dist_checkpointing.plan import of_flat
 from megatron.core.distributed.pieces import Member
 from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.schedule import Progress
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import data as run_data
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
 from megatron.training.build import build_chunks, build_optimizer, build_passes
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
+from megatron.training.planner import Planner
 from megatron.training.pretrain import Program
 from megatron.training.processes import setup
-from megatron.training.step import Plan, TrainStep
+from megatron.training.state import TrainState
+from megatron.training.step import TrainStep
 from megatron.training.timers import Timers
 from megatron.training.verification.outcomes import (
     Array,
@@ -101,8 +102,8 @@ def train(case: Case, mesh: Mesh) -> Share:
     optimizer = build_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, case.program.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=seed)
-    batches, schedule = _batches(config, mesh, case.samples), config.learning_schedule
-    micro, consumed = config.training.micro_batch_size, 0
+    batches = _batches(config, mesh, case.samples)
+    planner, state = Planner(config, mesh), TrainState()
     losses: list[float] = []
     norms: list[float] = []
     gradients: list[Piece] = []
@@ -115,24 +116,14 @@ def train(case: Case, mesh: Mesh) -> Share:
         return False, False, False
 
     for iteration in range(1, config.total_iterations + 1):
-        size, progress = config.batch_sizes.at(consumed), Progress(iteration - 1, consumed)
-        rates = schedule.rates(progress)
-        plan = Plan(
-            iteration=iteration,
-            samples=range(consumed, consumed + size),
-            learning_rate=rates.lr,
-            weight_decay=rates.weight_decay,
-            decoupled_learning_rate=rates.decoupled_lr,
-        )
-        count = size // (micro * mesh.dp.size)
-        nominal = step.objective.nominal(size, micro, config.data.seq_length)
+        plan, count, nominal = planner.after(state)
         with comm.counting() as counted:
             result = step.run(plan, batches.take(count), count, nominal, seen)
         traffic = {key: (counted.calls[key], counted.bytes[key]) for key in counted.calls}
         assert result.grad_norm is not None, f"iteration {iteration} was skipped"
         losses += [result.totals.loss, *result.totals.auxiliary_losses.values()]
         norms.append(float(result.grad_norm))
-        consumed += size
+        state.iteration, state.consumed_samples = iteration, plan.samples.stop
     return Share(
         losses=losses,
         norms=norms,
