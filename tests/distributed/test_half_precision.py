@@ -78,12 +78,12 @@ def train(
         matrix.register_post_accumulate_grad_hook(overflow)
     found: dict[str, Any] = {"skipped": [], "scales": [], "losses": [], "moved": []}
     for iteration in range(1, steps + 1):
-        before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+        before = [masters.clone() for shard in optimizer.shards for masters in shard.mains]
         plan = Plan(iteration=iteration, samples=range(SAMPLES), learning_rate=1e-2, weight_decay=0)
         nominal = float(SAMPLES * LENGTH)
         result = step.run(plan, microbatches, len(numbers), nominal, lambda: (False,) * 3)
         assert result.overflow == result.skipped and not result.nan
-        now = [p for chunk in chunks for p in chunk.parameters()]
+        now = [masters for shard in optimizer.shards for masters in shard.mains]
         found["skipped"].append(result.skipped)
         found["scales"].append(optimizer.scaler.scale)
         found["losses"].append(result.totals.loss)
@@ -102,9 +102,14 @@ LAYOUTS = [
     {"world_size": 2, "tensor_model_parallel_size": 2},
     {"world_size": 2, "pipeline_model_parallel_size": 2},
 ]
+SHARED = [
+    {"world_size": 2, "data_parallel_sharding_strategy": strategy}
+    for strategy in ("optim", "optim_grads", "optim_grads_params")
+]
+"""An element is in the share of one rank, which alone sees that it overflowed."""
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("sizes", [*LAYOUTS, *SHARED])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_one_ranks_overflow_is_everyones(pool: Pool, sizes: dict[str, Any], culprit: int) -> None:
     expected = train(0, {"world_size": 1}, 4, culprit=0, **FP16)
