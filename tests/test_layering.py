@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/architecture.md, checked on every import statement."""
+"""Who may import whom: the tables of docs/architecture.md, checked on every import statement."""
 
 import ast
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "megatron" / "core"
+TRAINING = ROOT / "megatron" / "training"
 
 ALLOWED = {
     "utils": "",
@@ -40,10 +41,25 @@ ALLOWED = {
 }
 
 
-def unit_of(module: str) -> str | None:
-    """Return the row of the table that a dotted module belongs to, or None outside core."""
+LINES = (
+    "batch_size devices external failing flags memory process_config shell signals state timers",
+    "batches config replica_check",
+    "data garbage health objective processes profiling startup stopping wording",
+    "checkpoints data_trace layout_rules passes records",
+    "build evaluation generation idle nearest_layout step",
+    "planner rules",
+    "arguments trainer",
+    "explain plan",
+    "pretrain",
+    "verification",
+)
+LINE_OF = {unit: number for number, line in enumerate(LINES) for unit in line.split()}
+
+
+def unit_of(module: str, half: str = "core") -> str | None:
+    """Return the row of a table that a dotted module belongs to, or None outside of its half."""
     parts = module.split(".")
-    return parts[2] if len(parts) > 2 and parts[:2] == ["megatron", "core"] else None
+    return parts[2] if len(parts) > 2 and parts[:2] == ["megatron", half] else None
 
 
 def imports_of(path: Path, source: str | None = None) -> list[tuple[int, str]]:
@@ -65,7 +81,7 @@ def imports_of(path: Path, source: str | None = None) -> list[tuple[int, str]]:
 
 def violations(path: Path, source: str | None = None) -> list[str]:
     """Return what a file imports against the table."""
-    unit = unit_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    unit = unit_of(dotted(path))
     wrong = []
     for line, module in imports_of(path, source):
         if not module.startswith("megatron."):
@@ -80,24 +96,56 @@ def violations(path: Path, source: str | None = None) -> list[str]:
     return wrong
 
 
-def core_files() -> list[Path]:
-    return [path for path in sorted(CORE.rglob("*.py")) if path != CORE / "__init__.py"]
+def upward(path: Path, source: str | None = None) -> list[str]:
+    """Return what a file of the application imports from its own line, or one below."""
+    unit = unit_of(dotted(path), "training")
+    wrong = []
+    for line, module in imports_of(path, source):
+        target = unit_of(module, "training")
+        if target in LINE_OF and target != unit and LINE_OF[target] >= LINE_OF[unit or ""]:
+            wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    return wrong
 
 
-@pytest.mark.parametrize("path", core_files(), ids=lambda p: str(p.relative_to(CORE)))
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def files_of(half: Path) -> list[Path]:
+    return [path for path in sorted(half.rglob("*.py")) if path != half / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", files_of(CORE), ids=lambda p: str(p.relative_to(CORE)))
 def test_imports_follow_the_table(path: Path) -> None:
     assert violations(path) == []
 
 
 def test_every_unit_has_a_row() -> None:
-    units = {unit_of(".".join(p.relative_to(ROOT).with_suffix("").parts)) for p in core_files()}
-    assert units <= set(ALLOWED)
+    assert {unit_of(dotted(path)) for path in files_of(CORE)} <= set(ALLOWED)
+    assert {unit_of(dotted(path), "training") for path in files_of(TRAINING)} == set(LINE_OF)
+
+
+def test_the_application_imports_lines_above() -> None:
+    assert [wrong for path in files_of(TRAINING) for wrong in upward(path)] == []
+
+
+def test_the_tables_are_those_of_the_docs() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = {line for line in text.splitlines() if line.startswith("| `")}
+    for unit, allowed in ALLOWED.items():
+        listed = ", ".join(f"`{name}`" for name in allowed.split()) or "nothing"
+        assert f"| `{unit}` | {listed} |" in rows
+    for number, line in enumerate(LINES, 1):
+        assert f"| {number} | {' '.join(f'`{unit}`' for unit in line.split())} |" in text
 
 
 def test_a_violation_inside_a_function_is_seen() -> None:
     path = CORE / "kernels" / "planted.py"
     source = "def f():\n    from megatron.core import mesh\n    import megatron.training.step\n"
     assert len(violations(path, source)) == 2
+    path = TRAINING / "failing" / "planted.py"
+    source = "def f():\n    from megatron.training import rules\n    import megatron.core.mesh\n"
+    assert len(upward(path, source)) == 1
 
 
 def test_package_inits_are_empty() -> None:

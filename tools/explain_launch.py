@@ -26,12 +26,12 @@ if __name__ == "__main__":  # run from a clone, without installing
 
 from megatron.core.config import Config, check_at_least, option, specs
 from megatron.core.utils import UserError
-from megatron.training import rules
+from megatron.training import explain, rules
 from megatron.training.arguments import Invocation, parse, parse_tool, run_main
 from megatron.training.config import RunConfig
-from megatron.training.flags import explain, flag_status
+from megatron.training.explain import Finding
+from megatron.training.flags import flag_status
 from megatron.training.flags.command_line import Vocabulary, normalise
-from megatron.training.flags.explain import Finding
 from megatron.training.plan import report as plan_report
 from megatron.training.shell.launch_command import NO_LAUNCHER, Launch, find, mentions
 from megatron.training.shell.script import Script, read, slurm

@@ -31,9 +31,9 @@ from megatron.core.config import Config, option, specs
 from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training.arguments import Invocation, parse, parse_tool, run_main
 from megatron.training.config import RunConfig
+from megatron.training.explain import Finding, findings, is_open, plannable, replica
 from megatron.training.flags import flag_status
 from megatron.training.flags.command_line import Vocabulary, arity, normalise
-from megatron.training.flags.explain import Finding, findings, is_open, plannable, replica
 from megatron.training.plan import report as plan_report
 from tools import preprocess_data
 

@@ -20,7 +20,6 @@ from megatron.training import idle, rules
 from megatron.training.checkpoints import settings as checkpoint_args
 from megatron.training.config import RunConfig
 from megatron.training.failing.failure import Failure, describe, end_children, write_error_file
-from megatron.training.failing.startup_error import print_once
 from megatron.training.flags import flag_status, help_text, verdicts
 from megatron.training.flags.command_line import (
     Given,
@@ -31,6 +30,7 @@ from megatron.training.flags.command_line import (
 )
 from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
+from megatron.training.processes.startup_error import print_once
 
 C = TypeVar("C", bound=Config)
 StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]

@@ -25,7 +25,7 @@ from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 from megatron.training.batch_size import BatchSizes, parse_steps, ramp, round_down, steps_in_samples
-from megatron.training.processes.process_config import ProcessConfig
+from megatron.training.process_config import ProcessConfig
 
 LARGEST_SEED = 2**32 - 1
 """What every random generator takes, numpy's too."""

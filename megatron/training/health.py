@@ -9,15 +9,12 @@ instead.
 from collections import deque
 
 from megatron.training.config import HealthConfig
+from megatron.training.failing.failure import RunFailed
 
 SPIKE_FACTOR = 10.0
 SPIKE_WINDOW = 100
 SPIKE_MINIMUM = 10
 """Losses that must have been seen before a spike can be told from the start of a run."""
-
-
-class RunFailed(RuntimeError):
-    """Training cannot go on: the message says why, and the process ends with code 1."""
 
 
 class Health:

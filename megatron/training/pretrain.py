@@ -40,11 +40,11 @@ from megatron.training.devices import peak_flops
 from megatron.training.evaluation import EvaluationSet, Evaluator, HeldOut, open_set
 from megatron.training.external import ExternalBatches, Loader
 from megatron.training.failing import watchdog
-from megatron.training.failing.failure import describe, write_error_file
+from megatron.training.failing.failure import RunFailed, describe, write_error_file
 from megatron.training.failing.heartbeat import Pulse
 from megatron.training.failing.watchdog import Watchdog
 from megatron.training.garbage import Garbage
-from megatron.training.health import Health, RunFailed
+from megatron.training.health import Health
 from megatron.training.passes import ForwardStep, Passes
 from megatron.training.plan import accounting
 from megatron.training.planner import Planner

@@ -22,7 +22,7 @@ from megatron.core import comm, sharding
 from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Box
-from megatron.training.health import RunFailed
+from megatron.training.failing.failure import RunFailed
 
 _CHUNK = 2**22
 """Elements hashed at once: each takes three 8-byte integers meanwhile."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
-from megatron.training.health import RunFailed
+from megatron.training.failing.failure import RunFailed
 from megatron.training.processes import meeting
 from megatron.training.processes.launch import Launch
 from tests.harness import Pool

@@ -14,7 +14,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.groups import grouping
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import arguments
-from megatron.training.health import RunFailed
+from megatron.training.failing.failure import RunFailed
 from megatron.training.processes import setup
 from megatron.training.replica_check import ReplicaCheck, describe, fingerprint
 from tests.harness import Pool

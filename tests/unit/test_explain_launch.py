@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.utils import UserError
-from megatron.training.flags import explain as explain_module
+from megatron.training import explain as explain_module
 from tools import explain_launch, launch_coverage
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -24,9 +24,7 @@ def test_a_launch_that_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verdicts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (
-        "--use-flash-attn --DDP-impl local --fp8-format hybrid --num-experts 8 --no-such-flag 3 --zero-stage 0"
-    )
+    flags = "--use-flash-attn --DDP-impl local --fp8-format hybrid --num-experts 8 --no-such-flag 3 --zero-stage 0"
     code, text = explain(capsys, "--", *f"python pretrain_gpt.py {BASE} {flags}".split())
     assert code == 1
     assert "refused (2):\n  --fp8-format hybrid\n" in text and "use --bf16" in text
@@ -187,7 +185,9 @@ def test_coverage_counts_each_launch_once(
         "no plan: a malformed value": 0,
         "no plan: contradicts itself otherwise": 0,
     }
-    assert found["tables"]["refused in a run and left out of a plan, by flag"] == {"--fp8-format": 1}
+    assert found["tables"]["refused in a run and left out of a plan, by flag"] == {
+        "--fp8-format": 1
+    }
     assert content["preprocess_data.py"]["counts"]["launches"] == 0
 
 

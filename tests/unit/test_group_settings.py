@@ -13,10 +13,10 @@ from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import GroupOptions, Mesh
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
+from megatron.training.process_config import FlightRecorderConfig, ProcessConfig
 from megatron.training.processes import setup
 from megatron.training.processes.flight_recorder import record_collectives
 from megatron.training.processes.group_settings import group_settings, read_settings
-from megatron.training.processes.process_config import FlightRecorderConfig, ProcessConfig
 
 RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.failing import startup_error
+from megatron.training.processes import startup_error
 
 
 class Printed:

@@ -20,12 +20,15 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from megatron.core.utils import PeerError, UserError
-from megatron.training.health import RunFailed
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 INTERRUPTED = 128 + signal.SIGINT
 FLUSHING = 1.0
 """Seconds that a process which leaves takes to write out what was printed."""
+
+
+class RunFailed(RuntimeError):
+    """Training cannot go on: the message says why, and the process ends with code 1."""
 
 
 @dataclass(frozen=True)

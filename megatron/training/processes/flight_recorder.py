@@ -4,7 +4,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from megatron.core.utils import Say
-from megatron.training.processes.process_config import FlightRecorderConfig
+from megatron.training.process_config import FlightRecorderConfig
 
 DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 FORMER = {

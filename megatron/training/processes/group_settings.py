@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import UserError, nearest
-from megatron.training.processes.process_config import ProcessConfig
+from megatron.training.process_config import ProcessConfig
 
 FILE_FLAG = "--nccl-communicator-config-path"
 PRIORITY_FLAG = "--high-priority-stream-groups"

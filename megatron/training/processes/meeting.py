@@ -21,7 +21,7 @@ from megatron.core.config import Config, flag_of
 from megatron.core.mesh import Axis
 from megatron.core.utils import UserError
 from megatron.training.failing import failure
-from megatron.training.health import RunFailed
+from megatron.training.failing.failure import RunFailed
 from megatron.training.processes.launch import Launch
 
 OWN = frozenset({"num_workers"})

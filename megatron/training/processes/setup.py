@@ -17,11 +17,11 @@ from megatron.core.config import Config
 from megatron.core.mesh import GroupOptions, Mesh
 from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
+from megatron.training.process_config import ProcessConfig
 from megatron.training.processes import meeting
 from megatron.training.processes.flight_recorder import record_collectives
 from megatron.training.processes.group_settings import group_settings
 from megatron.training.processes.launch import Launch, local_device
-from megatron.training.processes.process_config import ProcessConfig
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MARGIN = timedelta(seconds=30)
