@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.kernels import flash
+from megatron.core.kernels import flash, probe
 from tests.programs import free_port
 
 REHEARSAL = os.environ.get("MEGATRON_GPU_TESTS_ON") == "cpu"
@@ -31,6 +31,13 @@ TWO_DEVICES = pytest.mark.skipif(
 def flash_attn() -> None:
     """Skip a test where flash-attn cannot be used."""
     reason = flash.why_not(DEVICE, torch.bfloat16)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def triton() -> None:
+    """Skip a test where Triton's kernels cannot be used."""
+    reason = probe.triton_missing(DEVICE, torch.bfloat16)
     if reason is not None:
         pytest.skip(reason)
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import rng
-from megatron.core.kernels import activation, matmul, norm, rope, table
+from megatron.core.kernels import activation, matmul, norm, probe, rope, table
 from megatron.core.kernels.attention import Extras, Packing, Rule, attention_reference
 from megatron.core.kernels.blocked import attention_blocked
+from megatron.core.kernels.dropout import dropout
 from megatron.core.kernels.flash import attention_flash
 from megatron.core.kernels.sdpa import attention_sdpa
 from megatron.core.optimizer import clip
@@ -62,6 +63,20 @@ def both(
         results.append([out, *torch.autograd.grad(out, here, grad.to(device, kind))])
     apart = [far(got, want) for got, want in zip(*results, strict=True)]
     assert apart[0] <= bound and max(apart) <= GRADIENTS * bound, apart
+
+
+def here(op: str, dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
+    """Return the backends of an op that run here, but for packages' and what lacks fp64."""
+    found = {}
+    for name, backend in table.TABLE[op].items():
+        if name in table.PACKAGES:
+            continue
+        reason = backend.missing(DEVICE, dtype)
+        if reason is None:
+            found[name] = backend.implementation
+        else:
+            assert name in ("triton", "function"), reason
+    return found
 
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
@@ -156,23 +171,41 @@ def test_norms(op: str, centered: bool, dtype: torch.dtype) -> None:
     if op == "layer_norm":
         tensors.append(drawn(width, dtype=dtype))
     reference = {"layer_norm": norm.layer_norm_reference, "rms_norm": norm.rms_norm_reference}[op]
-    for name, backend in table.TABLE[op].items():
-        if backend.missing(DEVICE, dtype) is None:
-            both(
-                lambda *x, f=backend.implementation: f(*x, 1e-5, centered),
-                lambda *x: reference(*x, 1e-5, centered),
-                tensors,
-                dtype,
-                BOUNDS[dtype],
-            )
-        else:
-            assert name == "function"
+    for function in here(op, dtype).values():
+        both(
+            lambda *x, f=function: f(*x, 1e-5, centered),
+            lambda *x: reference(*x, 1e-5, centered),
+            tensors,
+            dtype,
+            BOUNDS[dtype],
+        )
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("package", table.PACKAGES)
+def test_norms_of_packages(package: str, op: str, centered: bool) -> None:
+    backend = table.TABLE[op][package]
+    reason = backend.missing(DEVICE, BF16)
+    if reason is not None:
+        pytest.skip(reason)
+    x = drawn(S, B, 320, dtype=BF16)
+    vectors = [0.1 * drawn(320, dtype=BF16) for _ in range(2 if op == "layer_norm" else 1)]
+    results = []
+    for function, device, kind in (
+        (backend.implementation, DEVICE, BF16),
+        (table.TABLE[op]["reference"].implementation, torch.device("cpu"), F64),
+    ):
+        weights = [nn.Parameter(vector.to(device, kind)) for vector in vectors]
+        inputs = [x.to(device, kind).requires_grad_(), *weights]
+        out = function(*inputs, 1e-5, centered)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert max(far(a, b) for a, b in zip(*results, strict=True)) <= GRADIENTS * BOUNDS[BF16]
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("backend", ["function", "reference"])
-def test_rotation(backend: str, interleaved: bool, dtype: torch.dtype) -> None:
+def test_rotation(interleaved: bool, dtype: torch.dtype) -> None:
     frequencies = rope.inverse_frequencies(48, 10000.0)  # 48 of 64 channels rotate
 
     def rotated(f: Callable[..., Tensor], kind: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -182,17 +215,19 @@ def test_rotation(backend: str, interleaved: bool, dtype: torch.dtype) -> None:
 
         return call
 
-    ours = rotated(table.TABLE["rope"][backend].implementation, dtype)
     reference = rotated(rope.apply_rope_reference, F64)
-    both(ours, reference, [drawn(S, B, N, D, dtype=dtype)], dtype, BOUNDS[dtype])
+    for function in here("rope", dtype).values():
+        ours = rotated(function, dtype)
+        both(ours, reference, [drawn(S, B, N, D, dtype=dtype)], dtype, BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
-@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+@pytest.mark.parametrize("name", activation.REFERENCES)
 def test_activations(name: str, dtype: torch.dtype) -> None:
-    """On CUDA against themselves on the CPU in float64: formulas are tested elsewhere."""
-    f = activation.ACTIVATIONS[name]
-    both(f, f, [drawn(S, B, 128, dtype=dtype), drawn(128, dtype=dtype)], dtype, BOUNDS[dtype])
+    """Also the references, against themselves on the CPU: formulas are tested elsewhere."""
+    tensors = [drawn(S, B, 128, dtype=dtype), drawn(128, dtype=dtype)]
+    for function in here(name, dtype).values():
+        both(function, activation.REFERENCES[name], tensors, dtype, BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
@@ -238,7 +273,7 @@ def test_sums_of_squares() -> None:
 
 def test_a_key_is_a_mask() -> None:
     x = torch.ones(4096, 16, device=DEVICE, requires_grad=True)
-    first, again, other = (rng.dropout(x, 0.25, seed) for seed in (2**62 + 5, 2**62 + 5, 7))
+    first, again, other = (dropout(x, 0.25, seed) for seed in (2**62 + 5, 2**62 + 5, 7))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.unique().tolist() == [0.0, pytest.approx(4 / 3)]
     assert abs((first == 0).double().mean().item() - 0.25) < 0.01
@@ -287,5 +322,7 @@ def test_the_table_chooses_what_works_here() -> None:
         return table.choose(op, "auto", DEVICE, dtype)
 
     if DEVICE.type == "cuda":
-        assert chosen("attention", F64) == "sdpa" and chosen("rms_norm", BF16) == "torch"
+        assert chosen("attention", F64) == "sdpa" and chosen("rms_norm", F64) == "torch"
+        triton = probe.triton_missing(DEVICE, BF16) is None
+        assert chosen("rms_norm", BF16) == ("triton" if triton else "torch")
         assert chosen("attention", BF16) in ("sdpa", "flash_attn")
