@@ -70,7 +70,7 @@ def _unpack(packed: Tensor | Handle) -> Tensor:
 
 def memory_of(x: Tensor) -> int:
     """Return what tells the memory of ``x`` from any other that lives; views share it."""
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 class View:

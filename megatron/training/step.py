@@ -139,7 +139,7 @@ class TrainStep:
         scale, norms = divisor / totals.denominator, {}
         with self.timers.measure("optimizer"):
             if self.group_norms:
-                norms = self.optimizer.group_norms(scale)
+                norms = self.optimizer.norms.by_group(scale)
             update = self.optimizer.step(
                 scale,
                 lr=plan.learning_rate,

@@ -154,7 +154,7 @@ class Trainer:
     def _record(self, plan: Plan, result: StepResult, seconds: float) -> None:
         norm = None
         if self.config.logging.log_params_norm:
-            norm = self.parts.step.optimizer.params_norm()
+            norm = self.parts.step.optimizer.norms.weights()
         self.parts.metrics.add(
             Iteration(
                 iteration=plan.iteration,

@@ -122,9 +122,9 @@ def _norms(rank: int, config: RunConfig) -> dict[str, float]:
     optimizer = build_optimizer(config, chunks, mesh)
     for buffer in optimizer.data_parallel.buffers:
         buffer.grad.copy_(buffer.data)
-    norms = {name: float(norm) for name, norm in optimizer.group_norms(2.0).items()}
+    norms = {name: float(norm) for name, norm in optimizer.norms.by_group(2.0).items()}
     whole = math.sqrt(sum(norm**2 for norm in norms.values()))
-    assert whole == pytest.approx(2.0 * float(optimizer.params_norm()), rel=1e-12)
+    assert whole == pytest.approx(2.0 * float(optimizer.norms.weights()), rel=1e-12)
     return norms
 
 

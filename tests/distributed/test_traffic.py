@@ -174,7 +174,7 @@ def work(rank: int, world: int, words: str, evaluated: int) -> Seen:
             data = microbatches(config, count)
             step.run(plan, data, count, 1.0, lambda: (False, False, False))
             if config.logging.log_params_norm:  # the loop's own
-                step.optimizer.params_norm()
+                step.optimizer.norms.weights()
         training.append(counted(found))
     with comm.counting() as found:
         sums = step.passes.accumulator()

@@ -79,12 +79,12 @@ def test_norms_of_groups_are_those_of_their_gathered_gradients(on_host: float) -
     table, matrix, bias = set_gradients(model)
     assert model.table.grad is not None and model.bias.grad is not None
     model.table.grad[6] = 100.0
-    norms = optimizer.group_norms(0.25)
+    norms = optimizer.norms.by_group(0.25)
     assert norms["decay"].item() == pytest.approx(0.25 * norm_of([table, matrix]), rel=1e-12)
     assert norms["no_decay"].item() == pytest.approx(0.25 * norm_of([bias]), rel=1e-12)
     assert list(norms) == ["decay", "no_decay"]
     model.bias.grad[0] = math.nan
-    norms = optimizer.group_norms(1.0)
+    norms = optimizer.norms.by_group(1.0)
     assert norms["decay"].isfinite() and norms["no_decay"].isnan()
 
 
@@ -120,7 +120,7 @@ def test_a_replica_counts_nothing_that_another_owns(axis: str, counted: list[int
 def test_params_norm_covers_every_weight() -> None:
     model, optimizer = make()
     expected = norm_of([model.table[:5].detach(), model.matrix.detach(), model.bias.detach()])
-    assert optimizer.params_norm().item() == pytest.approx(expected, rel=1e-7)
+    assert optimizer.norms.weights().item() == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

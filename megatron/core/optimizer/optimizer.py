@@ -13,11 +13,10 @@ to know, and only then waits for the device. `scaler` is the caller's too: the o
 and its state, and never looks at it.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,7 @@ from megatron.core import comm, sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.distributed.layout import Part
-from megatron.core.distributed.pieces import Fill, Member, Pieces
+from megatron.core.distributed.pieces import Fill, Pieces
 from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer import clip, groups
@@ -37,12 +35,13 @@ from megatron.core.optimizer.groups import Entry, Group, Rates
 from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.mixed_precision import Dtypes, Shard, update
 from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.norms import Norms
 from megatron.core.optimizer.offload import HostShard
 from megatron.core.optimizer.sgd import SGD
+from megatron.core.optimizer.state import StateTensor, state_of
 from megatron.core.optimizer.update import Signals, Step, UpdateRule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.precision.loss_scaler import LossScaler
-from megatron.core.sharding import Sharding
 
 RULES: dict[str, type[Adam | SGD | Lion]] = {"adam": Adam, "sgd": SGD, "lion": Lion}
 
@@ -63,24 +62,6 @@ class Update:
         """Return whether the weights were updated; waits for the device."""
         with comm.waiting("the norm of the gradient"):
             return not self.found_nonfinite.item()
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """One parameter's share of one kind of optimizer state, for checkpoints."""
-
-    key: str
-    """``optimizer.KIND.PARAMETER``, KIND being ``master`` or a state of the update rule, or
-    ``model.PARAMETER``."""
-    sharding: Sharding
-    """Record of the parameter."""
-    shape: tuple[int, ...]
-    """Local shape of the parameter."""
-    start: int
-    stop: int
-    """Range of the flattened local parameter that `tensor` holds."""
-    tensor: Tensor
-    """One-dimensional view: to load is to copy into it."""
 
 
 class Optimizer:
@@ -105,13 +86,7 @@ class Optimizer:
             group = group_of(sharding.of(parameter))
             self._groups[group.name] = group
         self._step = torch.zeros((), dtype=torch.float32, device=mesh.device)
-        # Replicas hold the same gradients: one of them counts.
-        self._owned: list[list[Part]] = []
-        self._owned_numel = 0
-        for shard in self.shards:
-            ranges = shard.buffer.owned_ranges(mesh)
-            self._owned_numel += sum(part.stop - part.start for _, part in shard.cut(ranges))
-            self._owned.append(shard.cut(layout.bridge_gaps(ranges, shard.buffer.plan)))
+        self.norms = Norms(self.shards, list(self._groups), mesh)
 
     def _shards(self, buffer: Pieces) -> Iterator[Shard]:
         """Yield what this rank updates of a buffer: on the host, and on the device."""
@@ -170,7 +145,7 @@ class Optimizer:
             decoupled_lr: rate of embedding and output head; None: that of all others.
             count_zeros: count the gradient's zeros too.
         """
-        norm, num_zeros = self._measure(gradient_scale, count_zeros)
+        norm, num_zeros = self.norms.gradient(gradient_scale, count_zeros)
         factor = clip.clip_factor(norm, self.config.clip_grad)
         finite = norm.isfinite()
         found = (~finite).float()
@@ -199,67 +174,6 @@ class Optimizer:
             return None
         return scale.reciprocal().float()
 
-    def _measure(
-        self, gradient_scale: float | Tensor, count_zeros: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the norm of the whole model's scaled gradient, and the count of its zeros."""
-        device = self.mesh.device
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
-        totals[0] = clip.sum_of_squares(self._owned_of("grads"), device)
-        if count_zeros:
-            totals[1] = clip.count_zeros(self._owned_of("grads"), self._owned_numel, device)
-        comm.all_reduce(totals, self.mesh.world)
-        return totals[0].sqrt() * gradient_scale, totals[1] if count_zeros else None
-
-    @torch.no_grad()
-    def group_norms(self, gradient_scale: float | Tensor) -> dict[str, Tensor]:
-        """Return the norm of the whole model's scaled gradient, group by group; before `step`.
-
-        A collective of the world, and the first time of the pipeline too.
-        """
-        device, names = self.mesh.device, self._all_groups
-        totals = torch.zeros(len(names), dtype=torch.float64, device=device)
-        for shard, parts in zip(self.shards, self._owned_by_group, strict=True):
-            for group, mine in parts:
-                found = (shard.grads[number][part] for number, part in mine)
-                totals[names.index(group)] += clip.sum_of_squares(found, device)
-        comm.all_reduce(totals, self.mesh.world)
-        norms = totals.sqrt() * gradient_scale
-        return dict(zip(names, norms.unbind(), strict=True))
-
-    @functools.cached_property
-    def _all_groups(self) -> list[str]:
-        """The names of the whole model's groups."""
-        everyone = comm.gather_objects(list(self._groups), self.mesh.pp)
-        return sorted({name for held in everyone for name in held})
-
-    @functools.cached_property
-    def _owned_by_group(self) -> list[list[tuple[str, list[Part]]]]:
-        """Of each shard, the parts of each group that this rank counts."""
-        found = []
-        for shard in self.shards:
-            buffer = shard.buffer
-            ranges = layout.bridge_gaps(buffer.owned_ranges(self.mesh), buffer.plan)
-            parts = []
-            for group, segment in buffer.plan.segments:
-                inside = [layout.intersect(segment, each) for each in ranges]
-                parts.append((group, shard.cut(filter(None, inside))))
-            found.append(parts)
-        return found
-
-    def _owned_of(self, what: Literal["grads", "mains"]) -> Iterator[Tensor]:
-        for shard, parts in zip(self.shards, self._owned, strict=True):
-            pieces: list[Tensor] = getattr(shard, what)
-            for number, part in parts:
-                yield pieces[number][part]
-
-    @torch.no_grad()
-    def params_norm(self) -> Tensor:
-        """Return the norm of the whole model's weights (of the masters, where there are)."""
-        total = clip.sum_of_squares(self._owned_of("mains"), self.mesh.device)
-        comm.all_reduce(total, self.mesh.world)
-        return total.sqrt()
-
     def tensors(self) -> Iterator[StateTensor]:
         """Yield the optimizer state of this rank, parameter by parameter, as views.
 
@@ -269,7 +183,7 @@ class Optimizer:
             kinds = shard.kinds()
             for number, member in shard.members():
                 for kind, pieces in kinds.items():
-                    yield _state(f"optimizer.{kind}", member, pieces[number][member.place])
+                    yield state_of(f"optimizer.{kind}", member, pieces[number][member.place])
 
     @property
     def copies(self) -> Axis:
@@ -285,7 +199,7 @@ class Optimizer:
         replicas.settle()
         if not replicas.shares.weights:
             return None
-        return (_state("model", member, tensor) for member, tensor in replicas.weights())
+        return (state_of("model", member, tensor) for member, tensor in replicas.weights())
 
     def scalars(self) -> dict[str, Any]:
         """Return the state that is no tensor, as a checkpoint stores it."""
@@ -312,17 +226,6 @@ class Optimizer:
             "states": sum(t.nbytes for s in here for kept in s.states.values() for t in kept),
             "host": sum(s.host_bytes for s in self.shards if isinstance(s, HostShard)),
         }
-
-
-def _state(kind: str, member: Member, tensor: Tensor) -> StateTensor:
-    return StateTensor(
-        key=f"{kind}.{member.record.name}",
-        sharding=member.record,
-        shape=member.shape,
-        start=member.start,
-        stop=member.stop,
-        tensor=tensor,
-    )
 
 
 def _rule(name: str, config: OptimizerConfig, mesh: Mesh) -> UpdateRule:

@@ -143,7 +143,8 @@ class MultiLatentAttention(Attention):
         assert context.rotary is not None, "the model computes rotary tables"
         latents = self.run_down(self._latents, x_sBH)
         with self.lend_up(partial(self._heads, rotary=context.rotary), *latents) as heads:
-            mixed_SBX = self._attended(*heads, context)
+            q_SBnD, k_SBnD, v_SBnE = heads
+            mixed_SBX = self._attended(q_SBnD, k_SBnD, v_SBnE, context)
         y_sBH: Tensor = self.run_proj(self.linear_proj, mixed_SBX)
         return y_sBH
 

@@ -29,7 +29,7 @@ MASTERS = f"{OPTIMIZER}master."
 
 
 class OptimizerTensor(Protocol):
-    """A parameter's share of one kind of optimizer state (`optimizer.StateTensor`)."""
+    """A parameter's share of one kind of optimizer state (`state.StateTensor`)."""
 
     @property
     def key(self) -> str: ...
