@@ -18,6 +18,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.mla import MultiLatentAttention, attention_scale
 from megatron.core.transformer.position import rotary_tables
+from megatron.core.transformer.saving import Saving
 from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
@@ -92,6 +93,20 @@ def written_out(
     return out @ weights["linear_proj.weight"].t()
 
 
+def block_of(
+    model: TransformerConfig, mesh: Mesh, *, sequence_parallel: bool = False
+) -> MultiLatentAttention:
+    return MultiLatentAttention(
+        model,
+        0,
+        mesh,
+        F64,
+        choose_backends(model, mesh.device, F64),
+        Saving(model.recompute, model.offload, mesh),
+        sequence_parallel=sequence_parallel,
+    )
+
+
 @pytest.mark.parametrize(
     "choices",
     [
@@ -104,7 +119,7 @@ def written_out(
 def test_it_is_what_the_formulas_say(choices: dict[str, object]) -> None:
     model = config(**{"add_bias_linear": False, "normalization": "RMSNorm", **choices})
     mesh = Mesh.serial()
-    block = MultiLatentAttention(model, 0, mesh, F64, choose_backends(model, mesh.device, F64))
+    block = block_of(model, mesh)
     rng.initialize(block, seed=4)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
@@ -167,8 +182,7 @@ def test_down_projections_are_whole_and_partial_only_with_sequence_parallelism(
     serial = Mesh.serial()
     mesh = Mesh({**serial.axes, "tp": Axis("tp", (0, 1), 1, None)}, 0, serial.device)
     model = config(q_lora_rank=7, qk_layernorm=True)
-    backends = choose_backends(model, mesh.device, F64)
-    block = MultiLatentAttention(model, 0, mesh, F64, backends, sequence_parallel=sequence_parallel)
+    block = block_of(model, mesh, sequence_parallel=sequence_parallel)
     summed = ("tp",) if sequence_parallel else ()
     found = {name: sharding.of(parameter) for name, parameter in block.named_parameters()}
     for name, record in found.items():
@@ -189,7 +203,7 @@ def test_apply_wd_to_qk_layernorm_decays_the_queries_gain_alone() -> None:
     """Megatron-LM looks for q_layernorm and k_layernorm in a name; kv_layernorm is neither."""
     mesh = Mesh.serial()
     model = config(q_lora_rank=7, qk_layernorm=True, normalization="RMSNorm")
-    block = MultiLatentAttention(model, 0, mesh, F64, choose_backends(model, mesh.device, F64))
+    block = block_of(model, mesh)
     settings = OptimizerConfig.resolve(apply_wd_to_qk_layernorm=True)
     group = grouping(settings)
     decay = {name: group(sharding.of(p)) for name, p in block.named_parameters()}
