@@ -206,9 +206,10 @@ def attention_rows(device: str, shapes: Sequence[tuple[int, int, int]], repeats:
         pairs = (window or S / 2) * S * B * heads
         kind = f"attention S {S} B {B}" + (f" window {window}" if window else "")
         for name, backend in table.TABLE["attention"].items():
-            reason = backend.missing(torch.device(device), BF16)
-            call = functools.partial(there_and_back, backend.implementation, inputs, rule)
-            took = reason or timed(call, device, repeats)
+            took: float | str | None = backend.missing(torch.device(device), BF16)
+            if took is None:
+                call = functools.partial(there_and_back, backend.implementation, inputs, rule)
+                took = timed(call, device, repeats)
             rows.append(report(kind, name, 3 * 4 * pairs * channels, took))
     return rows
 

@@ -1,9 +1,12 @@
-"""Times our CPU kernels beside plain torch, forward and backward: ratios below 1 are a gain.
+"""Times our kernels beside plain torch, forward and backward: ratios below 1 are a gain.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels.py [--repeats 7]
+    python benchmarks/kernels.py --device cuda
 
-Seconds are CPU seconds of this process, which other load barely moves; both sides of a pair take
-turns. Sizes S and M are (sequence, batch, hidden, heads, gated width).
+On the CPU seconds are CPU seconds of this process, which other load barely moves; both sides of a
+pair take turns. Sizes S and M are (sequence, batch, hidden, heads, gated width). On CUDA every
+backend of each fused operation is listed in bf16, with its ratios to the reference and to what
+torch has for it (`benchmarks/fused.py`).
 """
 
 import argparse
@@ -17,7 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import fused  # noqa: E402
 
 from megatron.core.kernels import activation, matmul, norm, rope  # noqa: E402
 from megatron.core.kernels.attention import Extras, Packing, Rule  # noqa: E402
@@ -93,7 +99,7 @@ def other_pairs(S: int, B: int, H: int, n: int, width: int) -> dict[str, Pair]:
             [q],
         ),
         "swiglu": (
-            lambda: activation.ACTIVATIONS["swiglu"](wide),
+            lambda: activation.swiglu_function(wide),
             lambda: F.silu(wide.chunk(2, -1)[0]) * wide.chunk(2, -1)[1],
             [wide],
         ),
@@ -112,7 +118,14 @@ def main() -> None:
     """Print one line per op and size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    repeats = options.repeats
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error(f"torch {torch.__version__} sees no CUDA device; leave out --device cuda")
+        fused.show(torch.device("cuda"), repeats)
+        return
     for name, (S, B, H, n, width) in SIZES.items():
         pairs = attention_pairs(S, B, H, n) | other_pairs(S, B, H, n, width)
         for label, (ours, plain, inputs) in pairs.items():

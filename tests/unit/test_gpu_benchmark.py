@@ -1,5 +1,6 @@
 """benchmarks/gpu.py where there is no GPU: one message; and a rehearsal, which proves no figure."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from megatron.core.kernels import table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,3 +50,23 @@ def test_it_can_be_tried_on_the_cpu(tmp_path: Path) -> None:
     by_name = {row["name"]: row for row in found["attention"]}
     assert by_name["sdpa"]["ms"] > 0 and "needs a CUDA device" in by_name["flash_attn"]["reason"]
     assert len(found["products"]) == 4
+
+
+def test_fused_operations_are_listed_beside_torchs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    fused = importlib.import_module("fused")
+    sizes = fused.Sizes(tokens=4, hidden=8, head=4, keys=4, columns=9, parameters=10)
+    fused.show(torch.device("cpu"), 1, sizes)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["op", "backend", "ms", "of", "reference", "of", "torch"]
+    found: dict[str, dict[str, str]] = {}
+    for line in lines:
+        found.setdefault(line[:18].strip(), {})[line[19:39].strip()] = line[40:]
+    for op, backends in found.items():
+        assert set(backends) == {*table.TABLE[op], "torch's op"}
+        assert "needs a CUDA device" in backends["triton"]
+        assert float(backends["reference"].split()[1]) == 1.0
+        assert float(backends["torch's op"].split()[2]) == 1.0
