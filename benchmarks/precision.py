@@ -1,6 +1,6 @@
 """Loss curves in half precision beside the fp32 one: `pretrain_gpt.py` on the shipped plays.
 
-    python benchmarks/precision.py [--iterations 200] [--runs bf16 fp16 ...] [--json FILE]
+    python benchmarks/precision.py [--iterations 200] [--runs bf16 fp16 ...] [--products native]
 
 Every run starts from the same weights (rounded to its format) and reads the same samples. Losses
 are means over windows of 10 iterations, of which the first is left out: at the start a curve falls
@@ -13,7 +13,8 @@ so steeply that one skipped step shows. For each run:
 
 The first run is fp32 too, with microbatches of half the size: it only adds up in another order, so
 its differences are what rounding alone grows into. The program ends with 1 if a run leaves its
-bounds (`BOUNDS`).
+bounds (`BOUNDS`). Products of halves go by way of fp32 on every CPU, so that its units for half
+precision, if it has any, do not count; with ``--products native`` they do.
 """
 
 import argparse
@@ -62,24 +63,38 @@ BOUNDS = {
 """Most that a window, and the validation loss, may differ from fp32's, relative to it."""
 
 
-def call(script: str, *words: str) -> None:
-    """Run a program of the repository on one thread; show what it said if it fails."""
+UPCAST = """
+import sys
+import pretrain_gpt
+from megatron.core.kernels import matmul
+matmul.cpu_features = frozenset
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+"""Trains as if the CPU had no units for half precision."""
+
+
+def call(*command: str) -> None:
+    """Run Python with ``command`` on one thread; show what it said if it fails."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        raise SystemExit(f"{script} {' '.join(words)}\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
-def train(folder: Path, name: str, flags: str, iterations: int) -> list[dict[str, Any]]:
+def train(
+    folder: Path, name: str, flags: str, iterations: int, native: bool
+) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics file."""
     path = folder / f"{name}.jsonl"
     words = f"{MODEL} {TRAINING} {TOKENIZER} --data-path {folder}/plays_text_document {flags}"
     more = f"--train-iters {iterations} --metrics-file {path}"
-    call("pretrain_gpt.py", *words.split(), *more.split())
+    program = ["pretrain_gpt.py"] if native else ["-c", UPCAST]
+    call(*program, *words.split(), *more.split())
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -119,6 +134,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--products", choices=("upcast", "native"), default="upcast")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     asked = parser.parse_args(argv)
     found = {}
@@ -127,13 +143,14 @@ def main(argv: list[str]) -> int:
         corpus = f"--input {ROOT}/data/shakespeare.jsonl --append-eod --workers 1"
         output = f"--output-prefix {folder}/plays"
         call("tools/preprocess_data.py", *f"{corpus} {TOKENIZER} {output}".split())
-        exact = train(folder, "fp32", "", asked.iterations)
+        native = asked.products == "native"
+        exact = train(folder, "fp32", "", asked.iterations, native)
         start, end = windows_of(exact)[0], windows_of(exact)[-1]
         print(f"fp32: loss {start:.3f} -> {end:.3f}, validation {validation(exact):.4f}")
         print("| run | loss | largest | last | validation | skipped | loss scale |")
         print("|---|---:|---:|---:|---:|---:|---:|")
         for run in asked.runs:
-            one = compare(train(folder, run, RUNS[run], asked.iterations), exact)
+            one = compare(train(folder, run, RUNS[run], asked.iterations, native), exact)
             found[run] = one
             shares = " | ".join(f"{one[key]:.3%}" for key in ("largest", "last", "validation"))
             tail = f"{one['skipped']:.0f} | {one['loss_scale']:g}"
