@@ -40,9 +40,9 @@ def build_model(
     """Return this rank's stages of the model; their values are drawn afterwards."""
     import torch
 
-    from megatron.core.models.gpt import build_chunks
+    from megatron.core.models.gpt import build_stages
 
-    return build_chunks(
+    return build_stages(
         config.model,
         mesh,
         stages,

@@ -85,7 +85,7 @@ def serve(size: Size, layout: str) -> None:
     from megatron.core.mesh import Mesh
     from megatron.core.tokenizers.vocabulary import Vocabulary
     from megatron.training.arguments import parse
-    from megatron.training.build import build_chunks, build_optimizer, build_passes
+    from megatron.training.build import build_chunks, build_passes, build_run_optimizer
     from megatron.training.health import Health
     from megatron.training.plan import traffic
     from megatron.training.planner import Planner
@@ -105,7 +105,7 @@ def serve(size: Size, layout: str) -> None:
         mesh = setup.connected_mesh(config, device)
     vocabulary = Vocabulary(ids_in_use=size.vocab, rows=size.vocab, padded_rows=size.vocab)
     chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
-    optimizer = build_optimizer(config, chunks, mesh)
+    optimizer = build_run_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=0)
     plan, count, nominal = Planner(config, mesh).after(TrainState())

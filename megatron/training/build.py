@@ -12,8 +12,7 @@ from torch import nn
 from megatron.core import rng
 from megatron.core.mesh import Mesh
 from megatron.core.models.mtp import look_ahead
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.optimizer import build_optimizer as from_parts
+from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.layers import without_memory
@@ -43,7 +42,8 @@ def build_chunks(
         vocabulary: its sizes on this layout.
         build_model: the program's.
         draws: draw the initial values; without, weights hold anything. With
-            ``init_model_with_meta_device`` they have no memory until `build_optimizer` draws them.
+            ``init_model_with_meta_device`` they have no memory until `build_run_optimizer` draws
+            them.
     """
     stages, placement = config.stages, config.placement
     mine = [stages[at] for at in placement.positions(mesh.pp.coordinate)]
@@ -57,10 +57,10 @@ def build_chunks(
     return chunks
 
 
-def build_optimizer(config: RunConfig, chunks: Sequence[nn.Module], mesh: Mesh) -> Optimizer:
+def build_run_optimizer(config: RunConfig, chunks: Sequence[nn.Module], mesh: Mesh) -> Optimizer:
     """Return the optimizer of a run's chunks, whose parameters move into flat buffers."""
     fill = functools.partial(rng.fill, seed=config.training.seed)
-    return from_parts(
+    return build_optimizer(
         config.optimizer,
         chunks,
         mesh,

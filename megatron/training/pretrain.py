@@ -30,7 +30,7 @@ from megatron.training import data as run_data
 from megatron.training import external, memory, rules, startup, stopping
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
-from megatron.training.build import BuildModel, build_chunks, build_optimizer, build_passes
+from megatron.training.build import BuildModel, build_chunks, build_passes, build_run_optimizer
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
 from megatron.training.checkpoints.save import save_checkpoint, warn_of_space
@@ -217,7 +217,7 @@ class Job:
         config = self.config
         if config.training.skip_train:
             return None, None
-        optimizer = build_optimizer(config, chunks, self.mesh)
+        optimizer = build_run_optimizer(config, chunks, self.mesh)
         for line in optimizer.describe():
             self.say(f"optimizer group {line}")
         return optimizer, config.learning_schedule

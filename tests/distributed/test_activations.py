@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.rng import DropoutKey
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import parse
-from megatron.training.build import build_optimizer
+from megatron.training.build import build_run_optimizer
 from megatron.training.config import RunConfig
 from megatron.training.plan import activations
 from megatron.training.plan.memory import MemoryPlan
@@ -129,12 +129,12 @@ def one_iteration(rank: int, run: RunConfig) -> int:
     with pytest.MonkeyPatch.context() as patch, metering([], patch) as meter:
 
         def build(*arguments: Any) -> Optimizer:
-            optimizer = build_optimizer(*arguments)
+            optimizer = build_run_optimizer(*arguments)
             for buffer in optimizer.data_parallel.buffers:
                 meter.ignore([buffer.data, buffer.grad])
             return optimizer
 
-        patch.setattr(equality, "build_optimizer", build)
+        patch.setattr(equality, "build_run_optimizer", build)
         equality.train(Case(config=run, program=program, vocabulary=100), mesh_of(run))
     return meter.most
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import Staged
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import build_chunks
+from megatron.core.models.gpt import build_stages
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.pipeline_parallel.stages import make_stages
@@ -149,7 +149,7 @@ def build(mesh: Mesh) -> tuple[list[nn.Module], Optimizer]:
     )
     stages = make_stages(2, mesh.pp.size)
     mine = [stages[mesh.pp.coordinate]]
-    chunks: list[nn.Module] = [*build_chunks(config, mesh, mine, vocab_size=6)]
+    chunks: list[nn.Module] = [*build_stages(config, mesh, mine, vocab_size=6)]
     for chunk in chunks:
         rng.initialize(chunk, seed=1)
     return chunks, build_optimizer(

@@ -10,7 +10,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import build_run
 from megatron.training.batches import Batch
-from megatron.training.build import build_chunks, build_optimizer, build_passes
+from megatron.training.build import build_chunks, build_passes, build_run_optimizer
 from megatron.training.health import Health
 from megatron.training.processes import setup
 from megatron.training.step import Plan, TrainStep
@@ -61,7 +61,7 @@ def train(
     mesh = Mesh.serial(cpu) if alone else setup.connected_mesh(config, cpu)
     vocabulary = resolve_vocabulary(config.tokenizer, VOCABULARY, mesh.tp.size)
     chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
-    optimizer = build_optimizer(config, chunks, mesh)
+    optimizer = build_run_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=1)
     numbers = range(mesh.dp.coordinate, SAMPLES, mesh.dp.size)

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.plan import of_flat
 from megatron.core.rng import key
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import arguments
-from megatron.training.build import build_chunks, build_optimizer
+from megatron.training.build import build_chunks, build_run_optimizer
 from megatron.training.processes import setup
 from tests.harness import Pool
 
@@ -55,7 +55,7 @@ def measured(rank: int, world: int, words: str, kind: str) -> tuple[Any, ...]:
     mesh = setup.connected_mesh(config, torch.device("cpu"))
     vocabulary = resolve_vocabulary(config.tokenizer, 61, mesh.tp.size)
     chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
-    optimizer = build_optimizer(config, chunks, mesh)
+    optimizer = build_run_optimizer(config, chunks, mesh)
     replicas = optimizer.data_parallel
     optimizer.zero_grad()
     for member, flat in replicas.gradients():

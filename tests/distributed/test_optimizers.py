@@ -13,7 +13,7 @@ import torch
 import pretrain_gpt
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import read_settings
-from megatron.training.build import build_chunks, build_optimizer
+from megatron.training.build import build_chunks, build_run_optimizer
 from megatron.training.config import RunConfig
 from megatron.training.processes import setup
 from megatron.training.verification import equality
@@ -119,7 +119,7 @@ def _norms(rank: int, config: RunConfig) -> dict[str, float]:
     tp = config.parallel.tensor_model_parallel_size
     vocabulary = resolve_vocabulary(config.tokenizer, 61, tp)
     chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
-    optimizer = build_optimizer(config, chunks, mesh)
+    optimizer = build_run_optimizer(config, chunks, mesh)
     for buffer in optimizer.data_parallel.buffers:
         buffer.grad.copy_(buffer.data)
     norms = {name: float(norm) for name, norm in optimizer.norms.by_group(2.0).items()}

@@ -14,7 +14,7 @@ from megatron.core import comm, rng, sharding
 from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import GPTModel, build_chunks
+from megatron.core.models.gpt import GPTModel, build_stages
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.pipeline_parallel.config import PipelineConfig
@@ -76,7 +76,7 @@ def train(
     stages = pipeline.stages(2, mesh.pp.size)
     dtype = torch.bfloat16 if bf16 else torch.float64
     mine = [stages[at] for at in placement.positions(mesh.pp.coordinate)]
-    chunks = build_chunks(
+    chunks = build_stages(
         config,
         mesh,
         mine,

@@ -57,7 +57,7 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
     from megatron.core import comm
     from megatron.core.tokenizers.vocabulary import Vocabulary
     from megatron.training.arguments import parse
-    from megatron.training.build import build_chunks, build_optimizer, build_passes
+    from megatron.training.build import build_chunks, build_passes, build_run_optimizer
     from megatron.training.planner import Planner
     from megatron.training.processes import setup
     from megatron.training.state import TrainState
@@ -76,7 +76,7 @@ def step(rank: int, world_size: int, flags: list[str], reads: bool) -> dict[str,
 
     with FakeTensorMode():
         chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model, draws=False)
-        optimizer = build_optimizer(config, chunks, mesh)
+        optimizer = build_run_optimizer(config, chunks, mesh)
         passes = build_passes(config, mesh, chunks, forward_step, Timers(0))
         samples, sequence = config.training.micro_batch_size, config.data.seq_length
         tokens = torch.zeros(samples, sequence, dtype=torch.int64, device=device)

@@ -163,7 +163,7 @@ class GPTModel(nn.Module):
         return torch.stack([losses_BS, *further])
 
 
-def build_chunks(
+def build_stages(
     config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
 ) -> list[GPTModel]:
     """Return this rank's parts of a GPT, one for each of its stages.

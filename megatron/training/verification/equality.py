@@ -28,7 +28,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import data as run_data
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
-from megatron.training.build import build_chunks, build_optimizer, build_passes
+from megatron.training.build import build_chunks, build_passes, build_run_optimizer
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
 from megatron.training.planner import Planner
@@ -99,7 +99,7 @@ def train(case: Case, mesh: Mesh) -> Share:
     tp = config.parallel.tensor_model_parallel_size
     vocabulary = resolve_vocabulary(config.tokenizer, case.vocabulary, tp)
     chunks = build_chunks(config, mesh, vocabulary, case.program.build_model)
-    optimizer = build_optimizer(config, chunks, mesh)
+    optimizer = build_run_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, case.program.forward_step, Timers(0))
     step = TrainStep(passes, optimizer, Health(config.health), seed=seed)
     batches = _batches(config, mesh, case.samples)
