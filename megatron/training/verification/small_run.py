@@ -107,7 +107,9 @@ class SmallRun:
         self._kept, self._sizes = kept, values.get("hierarchical_context_parallel_sizes")
         length = {name: values[name] for name in ("seq_length",) if name in values}
         one = {"micro_batch_size": 1, "global_batch_size": 1}
-        self._user = _built({**kept, **_REPLACED, **length, **one})
+        alone = {**kept, **_REPLACED, **length, **one}
+        alone.pop("distribute_saved_activations", None)  # there is nobody to share with
+        self._user = _built(alone)
         self.values = {**kept, **_REPLACED}
         for name, instead in _COMPARABLE.items():
             if self.values.get(name) in instead:
