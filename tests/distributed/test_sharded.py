@@ -261,7 +261,7 @@ def test_a_weight_that_is_not_there_is_not_read(pool: Pool) -> None:
 
 
 def late_values(rank: int) -> tuple[bool, bool]:
-    """Build a model without memory: whether one unit at a time had some, and whether it is equal."""
+    """Build a model without memory: had one unit at a time some, and is it the same model?"""
     config = TransformerConfig.resolve(
         num_layers=4, hidden_size=16, num_attention_heads=2, max_position_embeddings=8
     )

@@ -1,8 +1,8 @@
 """Every sharding strategy in every precision with every kind of recomputation.
 
-In float64 each equals the serial run to 1e-10. In other precisions recomputation changes no bit, and
-sums over replicas are rounded in another order; what may come of that is bounded: three iterations'
-losses and norms beside those of replicas that share nothing out, in the same precision.
+In float64 each equals the serial run to 1e-10. In other precisions recomputation changes no bit,
+and sums over replicas are rounded in another order; what may come of that is bounded: three
+iterations' losses and norms beside those of replicas that share nothing out.
 """
 
 from dataclasses import replace

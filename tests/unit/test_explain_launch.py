@@ -24,7 +24,10 @@ def test_a_launch_that_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verdicts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--use-flash-attn --DDP-impl local --fp8-format hybrid --num-experts 8 --no-such-flag 3 --zero-stage 0"
+    flags = (
+        "--use-flash-attn --DDP-impl local --fp8-format hybrid --num-experts 8 --no-such-flag 3 "
+        "--zero-stage 0"
+    )
     code, text = explain(capsys, "--", *f"python pretrain_gpt.py {BASE} {flags}".split())
     assert code == 1
     assert "refused (2):\n  --fp8-format hybrid\n" in text and "use --bf16" in text
