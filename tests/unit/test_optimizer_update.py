@@ -20,6 +20,7 @@ PRECISION = {
     torch.float32: PrecisionConfig.resolve(),
     torch.float64: PrecisionConfig.resolve(fp64=True),
     torch.bfloat16: PrecisionConfig.resolve(bf16=True),
+    torch.float16: PrecisionConfig.resolve(fp16=True),
 }
 
 
@@ -135,9 +136,9 @@ def test_adam_is_the_formula() -> None:
         torch.testing.assert_close(weight.detach(), p, rtol=1e-12, atol=1e-14)
 
 
-def test_bf16_masters_equal_an_fp32_loop_that_casts() -> None:
-    """Steps far below a bf16 ulp add up in the masters and reach the weights."""
-    dtype = torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_equal_an_fp32_loop_that_casts(dtype: torch.dtype) -> None:
+    """Steps below a unit of a half weight add up in the masters and reach it."""
     ours, theirs = Tiny(dtype), Tiny(dtype)
     optimizer = optimizer_of(ours, dtype, clip_grad=0.0)
     masters = [p.detach().float() for p in theirs.parameters()]
@@ -181,7 +182,7 @@ def test_no_decay_group_ignores_weight_decay() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     """Save after 3 of 6 steps through `tensors`, load into a fresh optimizer, compare."""
 
@@ -197,7 +198,7 @@ def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     saving = optimizer_of(first, dtype)
     train(first, saving, data[:3])
     stored = {t.key: t.tensor.clone() for t in saving.tensors()}
-    kinds = {"exp_avg", "exp_avg_sq"} | ({"master"} if dtype == torch.bfloat16 else set())
+    kinds = {"exp_avg", "exp_avg_sq"} | (set() if dtype == torch.float32 else {"master"})
     assert {key.split(".")[1] for key in stored} == kinds
     scalars = saving.scalars()
     loading = optimizer_of(second, dtype)
@@ -210,7 +211,7 @@ def test_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
         assert (state.start, state.stop) == (0, state.tensor.numel())
     for _ in range(2):
         loading.load_scalars(scalars)
-    assert loading.scalars() == {"step": 3}
+    assert loading.scalars()["step"] == 3
     train(second, loading, data[3:])
     for mine, its in zip(second.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, its)
