@@ -133,7 +133,7 @@ class Passes:
         """
         for chunk in self.chunks:
             chunk.train()
-        feed = self._feed(iter(microbatches), count)
+        feed = self._feed(iter(microbatches))
 
         def forward(chunk: int, number: int, x: Tensor | None) -> Tensor:
             batch = feed.use(number)
@@ -147,7 +147,7 @@ class Passes:
         self._executor.run(
             self._schedule(count),
             forward,
-            feed,
+            feed.shape_of,
             before_gradients=before_gradients,
             after_gradients=after_gradients,
         )
@@ -160,7 +160,7 @@ class Passes:
         source = iter(microbatches)
         for start in range(0, count, EVALUATED_AT_ONCE):
             size = min(EVALUATED_AT_ONCE, count - start)
-            feed = self._feed(source, size)
+            feed = self._feed(source)
 
             def forward(chunk: int, number: int, x: Tensor | None, feed: _Feed = feed) -> Tensor:
                 out = self.forward_step(self.chunks[chunk], feed.use(number), x, None)
@@ -170,7 +170,7 @@ class Passes:
                 sums.add(*terms)
                 return terms.numerator
 
-            self._executor.run(self._schedule(size).evaluation, forward, feed)
+            self._executor.run(self._schedule(size).evaluation, forward, feed.shape_of)
 
     def _schedule(self, count: int) -> Schedule:
         return self.pipeline.schedule(self.placement, count)
@@ -181,30 +181,25 @@ class Passes:
         name = "forward-compute" if action.kind == "forward" else "backward-compute"
         return self.timers.measure(name, level=2)
 
-    def _feed(self, source: Iterator[Batch], count: int) -> "_Feed":
+    def _feed(self, source: Iterator[Batch]) -> "_Feed":
         if self.holds_last:
             source = map(self.objective.prepare, source)
-        return _Feed(source, count, len(self.chunks), self.activation, self.mesh)
+        return _Feed(source, len(self.chunks), self.activation, self.mesh)
 
 
-class _Feed(Sequence[Shape]):
-    """Microbatches as they are asked for, each kept until every chunk has used it.
-
-    As a sequence it gives the shape of each microbatch's activation.
-    """
+class _Feed:
+    """Microbatches as they are asked for, each kept until every chunk has used it."""
 
     def __init__(
-        self, source: Iterator[Batch], count: int, uses: int, activation: Activation, mesh: Mesh
+        self, source: Iterator[Batch], uses: int, activation: Activation, mesh: Mesh
     ) -> None:
-        self._source, self._count, self._uses = source, count, uses
+        self._source, self._uses = source, uses
         self._activation, self._mesh = activation, mesh
         self._shapes: list[Shape] = []
         self._kept: dict[int, tuple[Batch, int]] = {}
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Shape:  # type: ignore[override]
+    def shape_of(self, number: int) -> Shape:
+        """Return the shape of a microbatch's activation, which may have to be read for that."""
         self._read(number)
         return self._shapes[number]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.core.mesh import Axis
 from megatron.core.pipeline_parallel.messages import made, needed
 from megatron.core.pipeline_parallel.order import Instruction, Post, Program, programs
-from megatron.core.pipeline_parallel.p2p import Mailbox, Shape
+from megatron.core.pipeline_parallel.p2p import Mailbox, ShapeOf
 from megatron.core.pipeline_parallel.schedules import Action, Schedule
 
 ForwardStep = Callable[[int, int, Tensor | None], Tensor]
@@ -70,7 +70,7 @@ class PipelineExecutor:
         self,
         schedule: Schedule,
         forward_step: ForwardStep,
-        shapes: Sequence[Shape],
+        shape_of: ShapeOf,
         *,
         before_gradients: GradientCallback | None = None,
         after_gradients: GradientCallback | None = None,
@@ -81,12 +81,12 @@ class PipelineExecutor:
             schedule: actions of all ranks; kept, so make one and use it again.
             forward_step: see the top of this file; called without gradients if the schedule has no
                 backward.
-            shapes: of each microbatch's activation between stages.
+            shape_of: gives the shape of a microbatch's activation between stages; asked only where
+                something is sent or received.
             before_gradients: called before every action of a backward.
             after_gradients: the same, after it.
         """
-        assert len(shapes) == schedule.num_microbatches, f"{len(shapes)} shapes"
-        iteration = _Iteration(self, schedule, forward_step, shapes)
+        iteration = _Iteration(self, schedule, forward_step, shape_of)
         last = _last_backwards(schedule.actions[self.axis.coordinate])
         with torch.set_grad_enabled(iteration.trains):
             for instruction in self._program(schedule):
@@ -118,11 +118,11 @@ class _Iteration:
         executor: PipelineExecutor,
         schedule: Schedule,
         forward_step: ForwardStep,
-        shapes: Sequence[Shape],
+        shape_of: ShapeOf,
     ) -> None:
         self.executor, self.forward_step = executor, forward_step
         self.rank, self.placement = executor.axis.coordinate, schedule.placement
-        self.mail = Mailbox(executor.axis, executor.device, executor.dtype, shapes)
+        self.mail = Mailbox(executor.axis, executor.device, executor.dtype, shape_of)
         self.trains = any(action.kind != "forward" for action in schedule.actions[self.rank])
         # All by (microbatch, chunk).
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}

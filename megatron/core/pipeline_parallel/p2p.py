@@ -1,6 +1,6 @@
 """The messages of one iteration as a rank sees them: on their way here, here, on their way out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from megatron.core.mesh import Axis
 from megatron.core.pipeline_parallel.messages import Message
 
 Shape = tuple[int, ...]
+ShapeOf = Callable[[int], Shape]
+"""Gives the shape of a microbatch's activation, which all stages share, by number from 0."""
 
 
 class Mailbox:
@@ -19,19 +21,19 @@ class Mailbox:
         axis: the pipeline's ranks.
         device: of the messages.
         dtype: of the messages.
-        shapes: of each microbatch's activation, which all stages share.
+        shape_of: gives the shape of every message of a microbatch.
     """
 
     def __init__(
-        self, axis: Axis, device: torch.device, dtype: torch.dtype, shapes: Sequence[Shape]
+        self, axis: Axis, device: torch.device, dtype: torch.dtype, shape_of: ShapeOf
     ) -> None:
-        self.axis, self.device, self.dtype, self.shapes = axis, device, dtype, shapes
+        self.axis, self.device, self.dtype, self.shape_of = axis, device, dtype, shape_of
         self._here: dict[Message, tuple[Tensor, comm.Handle | None]] = {}
         self._leaving: dict[Message, tuple[Tensor, comm.Handle]] = {}
 
     def put(self, message: Message, tensor: Tensor) -> None:
         """Keep a message that was made on this rank until it is taken or sent."""
-        shape = tuple(self.shapes[message.microbatch])
+        shape = tuple(self.shape_of(message.microbatch))
         assert tensor.dtype == self.dtype and tuple(tensor.shape) == shape, (
             f"{message} is {tensor.dtype} {tuple(tensor.shape)}, not {self.dtype} {shape}"
         )
@@ -53,7 +55,9 @@ class Mailbox:
 
     def receive(self, message: Message, peer: int) -> Callable[[], None]:
         """Start to receive a message; return what waits for its arrival."""
-        tensor = torch.empty(self.shapes[message.microbatch], dtype=self.dtype, device=self.device)
+        tensor = torch.empty(
+            self.shape_of(message.microbatch), dtype=self.dtype, device=self.device
+        )
         handle = comm.receive(tensor, self.axis, peer)
         self._here[message] = (tensor, handle)
         return handle.wait
