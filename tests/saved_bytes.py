@@ -111,6 +111,9 @@ def _watch_stages(meter: Meter, monkeypatch: Any) -> None:
 
     def forward(iteration: Any, action: Action) -> None:
         made(iteration, action)
+        x = iteration.kept[action.microbatch, action.chunk][0]
+        if x is not None:
+            meter.see(x)  # for its gradient
         message = messages.made(iteration.placement, iteration.rank, action)
         if message and iteration.placement.owner(message.target)[0] == iteration.rank:
             meter.see(iteration.kept[action.microbatch, action.chunk][1])  # it is not sent

@@ -39,6 +39,9 @@ TP2, CP2, PP2 = (
     f"--dry-run-world-size 2 --{kind}-parallel-size 2"
     for kind in ("tensor-model", "context", "pipeline-model")
 )
+WHOLE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+PARTS = "--recompute-granularity selective --recompute-modules"
+MOVED = "--min-offloaded-tensor-size 0 --fine-grained-activation-offloading --offload-modules"
 FLAT = {
     "tp2": TP2,
     "tp2 sp": f"{TP2} --sequence-parallel --bf16",
@@ -56,6 +59,13 @@ FLAT = {
     "all-to-all": f"{CP2} --cp-comm-type a2a {ROPE}",
     "all-to-all in bf16": f"{CP2} --cp-comm-type a2a --bf16",
     "all-to-all by layer": f"{CP2} --cp-comm-type a2a p2p all_gather a2a",
+    "tp2, shared inputs": f"{TP2} {WHOLE} uniform --distribute-saved-activations",
+    "tp2 sp, parts": f"{TP2} --sequence-parallel --bf16 {PARTS} core_attn layernorm mlp",
+    "tp2 sp, latents made again": f"{TP2} --sequence-parallel {LATENT} {PARTS} mla_up_proj",
+    "tp2 sp, moved": f"{TP2} --sequence-parallel {MOVED} attn_norm core_attn attn_proj",
+    "ring, core made again": f"{CP2} {ROPE} --recompute-activations",
+    "ring, moved": f"{CP2} {ROPE} --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 0",
+    "all-to-all, core made again": f"{CP2} --cp-comm-type a2a {ROPE} --recompute-activations",
     "two levels": "--dry-run-world-size 4 --context-parallel-size 4 --cp-comm-type a2a+p2p "
     "--hierarchical-context-parallel-sizes 2 2",
     "tp2 sp cp2": "--dry-run-world-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
@@ -68,6 +78,12 @@ SCHEDULES = {
     "zb-h1": "--pipeline-schedule zb-h1",
     "zb-v": "--pipeline-schedule zb-v",
     "laid out": "--pipeline-model-parallel-layout Ettt||t|L",
+    "1f1b, whole layers": f"{WHOLE} uniform",
+    "interleaved, parts": f"--num-virtual-stages-per-pipeline-rank 2 {PARTS} core_attn layernorm",
+    "zb-h1, whole layers": f"--pipeline-schedule zb-h1 {WHOLE} uniform",
+    "zb-v, parts": f"--pipeline-schedule zb-v {PARTS} mlp layernorm core_attn",
+    "1f1b, inputs moved": f"{WHOLE} block {MOVED} layer_input",
+    "gpipe, moved": f"--pipeline-schedule gpipe {MOVED} attn_norm core_attn attn_proj",
     "ahead": f"{NONE} --mtp-num-layers 2 --pipeline-schedule zb-h1",
     "ahead, laid out": f"{NONE} --mtp-num-layers 1 --pipeline-model-parallel-layout Ettt||t|mL",
 }

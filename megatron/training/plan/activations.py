@@ -94,30 +94,45 @@ def _first_input_goes(share: Share, units: int) -> bool:
 
 def _unit(ledger: Ledger, share: Share, layers: Iterable[LayerPlan]) -> None:
     """Add layers that are recomputed together."""
-    found = [
-        region
-        for layer in layers
+    found = [_regions_of(share, layer) for layer in layers]
+    given = share.norm()[0]
+    shares = share.config.model.recompute.distribute_saved_activations
+    size = -(-(given.size // given.item) // share.tp) * given.item if shares else given.size
+    _whole(ledger, share, given, size, [region for regions in found for region in regions])
+
+
+def _regions_of(share: Share, layer: LayerPlan) -> list[tuple[int, int]]:
+    """Return (saved, postponed) of the regions of a layer, each piece of memory once."""
+    return [
+        (sum(piece.size for piece in region.saved), region.late)
         for sublayer in layer.sublayers
         for region in _once(saved.regions(share, sublayer, layer.number))
     ]
-    again = sum(piece.size for region in found for piece in region.saved)
-    late, given = sum(region.late for region in found), share.norm()[0]
-    if share.config.model.recompute.distribute_saved_activations:
-        elements = given.size // given.item
-        number = ledger.add(-(-elements // share.tp) * given.item, late)
-        ledger.moments.append((again, number, number))
-    else:
-        _whole(ledger, share, [given], again - given.size, late)
 
 
-def _whole(ledger: Ledger, share: Share, given: Sequence[Piece], again: int, late: int) -> None:
-    """Add a unit that keeps what it is given, and saves ``again`` bytes more when it runs again."""
-    is_moved = "layer_input" in share.config.model.offload.modules
-    away = sum(piece.size for piece in given if is_moved and _is_moved(share, piece))
-    number = ledger.add(sum(piece.size for piece in given) - away, late)
-    ledger.moments.append((again, number, number))
-    if away:
-        ledger.groups.append((away, number, number))
+def _whole(
+    ledger: Ledger, share: Share, given: Piece, size: int, regions: Sequence[tuple[int, int]]
+) -> None:
+    """Add a unit that keeps ``size`` bytes of what it is given, and saves the rest again.
+
+    Args:
+        ledger: to add to.
+        share: of the rank.
+        given: the unit's input, which its first region saves.
+        size: bytes of it that are kept.
+        regions: (saved, postponed) of each.
+    """
+    moves = "layer_input" in share.config.model.offload.modules and _is_moved(share, given)
+    first = len(ledger.kept)
+    last = first + len(regions) - 1
+    for number, (again, late) in enumerate(regions, first):
+        is_input = number == first
+        ledger.add(size if is_input and not moves else 0, late)
+        # The input itself is there, or fetched; out of shares it is made again.
+        there = given.size if is_input and size == given.size else 0
+        ledger.moments.append((again - there, last, number))
+    if moves:
+        ledger.groups.append((size, last, first))
 
 
 def _layer(ledger: Ledger, share: Share, layer: LayerPlan) -> None:
@@ -246,14 +261,8 @@ def _ahead(ledger: Ledger, share: Share, depth: int, hidden: int) -> None:
         _layer(ledger, share, plan)
         ledger.add(last)
         return
-    found = [
-        region
-        for sublayer in plan.sublayers
-        for region in _once(saved.regions(share, sublayer, depth))
-    ]
-    again = start + last + sum(piece.size for region in found for piece in region.saved)
-    late = 3 * share.stream + sum(region.late for region in found)
-    _whole(ledger, share, joins[:1], again - joins[0].size, late)
+    regions = [(start, 3 * share.stream), *_regions_of(share, plan), (last, 0)]
+    _whole(ledger, share, joins[0], joins[0].size, regions)
     if _hidden_moves(share):  # a head keeps it on the device too
         size, first, last = ledger.groups.pop()
         ledger.groups.append((size + share.stream, first, last))
