@@ -54,6 +54,11 @@ def test_settings_come_from_the_file_and_from_the_list_of_groups(tmp_path: Path)
         "cp_outer": {"cga_cluster_size": 2},
         "tp": {"is_high_priority_stream": True},
     }
+    # With several instances of the optimizer, Megatron-LM's group is that of one of them.
+    assert set(group_settings(process(high_priority_stream_groups=("intra_dp_cp",)))) == {
+        "dp_cp",
+        "dp_inner",
+    }
     assert (
         group_settings(process())
         == {}

@@ -28,7 +28,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "hcp": ("cp_inner", "cp_outer"),
     "dp": ("dp",),
     "dp_cp": ("dp_cp",),
-    "intra_dp_cp": ("dp_cp",),
+    "intra_dp_cp": ("dp_cp", "dp_inner"),  # the latter with several instances of the optimizer
     "pp": ("pp",),
     "embd": ("ends",),
     "ep": ("ep",),
