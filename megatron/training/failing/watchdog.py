@@ -6,6 +6,9 @@ when the hub says that some rank has failed, died or stalled: first the cause is
 rank itself where it can, then every rank prints where it stood. Main threads wait meanwhile in
 collectives that will never end; so the process is left without ceremony.
 
+The hub is silent when rank 0 is stopped or its machine freezes, which closes no connection. Then
+every other rank ends by itself, once it has heard nothing for the limit of a timed step.
+
 Time in which the whole process is stopped (a suspended job) does not count: the watchdog, which is
 stopped too, measures it.
 """
@@ -25,7 +28,7 @@ from types import FrameType
 from megatron.core import comm
 from megatron.core.mesh import Axis
 from megatron.core.utils import UserError
-from megatron.training.failing.cause import DIED, Cause, Message, named
+from megatron.training.failing.cause import DIED, Cause, Kind, Message, named
 from megatron.training.failing.failure import (
     Failure,
     describe,
@@ -165,6 +168,8 @@ class Watchdog(threading.Thread):
         """What rank 0 was at."""
         self._step: object = None
         self._age = 0.0
+        self._silence = 0.0
+        """Seconds since the hub has said something."""
         os.register_at_fork(after_in_child=self._forget)
 
     def fail(self, error: BaseException) -> None:
@@ -201,7 +206,9 @@ class Watchdog(threading.Thread):
                     self._take(message)
                 now = time.monotonic()
                 # As long as a loop takes at most: time in which nothing runs does not count.
-                self._grow_older(min(now - last, 2 * self._interval))
+                passed = min(now - last, 2 * self._interval)
+                self._grow_older(passed)
+                self._silence = 0.0 if messages else self._silence + passed
                 last = now
                 if now >= next_beat:
                     next_beat = now + self._interval
@@ -210,8 +217,13 @@ class Watchdog(threading.Thread):
                     deadline = min(deadline, now + 4 * PATIENCE)
                 if now >= deadline:
                     self._end()
+                # Once there is a cause, the hub beats no longer and the deadline holds.
+                waits = self._cause is None and not self._leaving
+                if waits and self._silence > self._pulse.limit:
+                    silent = f"stalled: nothing heard of it for {self._silence:.0f} s"
+                    self._lost("stalled", f"{silent}; it is stopped, or its machine is frozen")
         if not self._leaving:
-            self._lost()
+            self._lost("died", DIED)
         self._link.socket.close()
 
     def _farewell(self) -> None:
@@ -316,15 +328,15 @@ class Watchdog(threading.Thread):
         except OSError as error:  # a full disk, say, must not keep the process from ending
             self._print(f"{named(self._places, self._rank)} could not note its end: {error}")
 
-    def _lost(self) -> None:
-        """End: rank 0 is gone, and with it the hub."""
+    def _lost(self, kind: Kind, what: str) -> None:
+        """End: rank 0 is gone or does not answer, and with it the hub."""
         if self._cause is not None:
             self._end()
         cause = Cause(
-            kind="died",
+            kind=kind,
             rank=0,
             printer=min(1, len(self._places) - 1),
-            title=f"{named(self._places, 0)} {DIED}; last heartbeat: {self._rank_0}",
+            title=f"{named(self._places, 0)} {what}; last heartbeat: {self._rank_0}",
             failure=None,
             when=time.time(),
         )
