@@ -26,8 +26,8 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
 from megatron.core.utils import Say, UserError
+from megatron.training import agreement, external, memory, rules, startup, stopping
 from megatron.training import data as run_data
-from megatron.training import external, memory, rules, startup, stopping
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
 from megatron.training.build import BuildModel, build_chunks, build_passes, build_run_optimizer
@@ -165,6 +165,8 @@ class Job:
         """Build the parts, load, train, evaluate; return the exit code."""
         config = self.config
         startup.check_outputs(config)
+        if not config.training.skip_train:
+            agreement.check_save_folder(self.mesh.world, config.checkpoint.save)
         tokenizer = build_tokenizer(config.tokenizer)
         tensor_parallel = config.parallel.tensor_model_parallel_size
         vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)
@@ -177,6 +179,7 @@ class Job:
         external.check(config.data.dataloader_type == "external", data)
         for line in run_data.index_lines(data):
             self.say(line)
+        agreement.check_inputs(self.mesh.world, tokenizer, data)
         self.clock.lap("data")
         self.pulse.untimed("building the model")
         chunks = self._build_model(vocabulary)

@@ -20,7 +20,7 @@ from tests.harness import Pool
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 4 --mock-data "
+    "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 4 "
     "--tokenizer-type NullTokenizer --vocab-size 20 --train-iters 1 --lr 1e-2 --device cpu"
 )
 PLACE = Launch(1, 4, 1, 4, "head", 29501, "srun", "Slurm's node list")
@@ -28,7 +28,10 @@ LIMIT = timedelta(seconds=60)
 
 
 def _check(rank: int, more: str) -> str:
-    flags = f"{FLAGS} --save /scratch/{rank} --num-workers {rank} {more if rank else ''}"
+    flags = f"{FLAGS} --tensorboard-dir /scratch/{rank} --num-workers {rank}"
+    first, _, others = more.rpartition(" | ")
+    source = "" if "--data-path" in more else "--mock-data"
+    flags = f"{flags} {source} {others if rank else first}"
     try:
         meeting.check_settings(parse(flags.split(), "pretrain_gpt", world_size=2).config)
     except UserError as error:
@@ -46,6 +49,18 @@ def _check(rank: int, more: str) -> str:
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, rank 0 1"),
         ("--split 90,10,0", "--split '90,10,0'"),
         ("--eval-iters 7", "--eval-iters 7"),
+        # A path may be a machine's own, but not whether there is one.
+        ("--load /x/a | ", "rank 1 has --load None, rank 0 '/x/a'"),
+        (" | --save /x/a", "rank 1 has --save '/x/a', rank 0 None"),
+        ("--save /x/a | --save /x/b", ""),
+        # All take the checkpoint that rank 0 finds.
+        ("--load /x/a | --load /x/b", "rank 1 has --load '/x/b', rank 0 '/x/a'"),
+        (
+            "--data-path 0.9 /x/a 0.1 /x/b | --data-path 0.1 /x/a 0.9 /x/b",
+            "--data-path ('0.1', '/x/a', '0.9', '/x/b'), rank 0 ('0.9', ",
+        ),
+        ("--data-path 0.9 /x/a 0.1 /x/b | --data-path 0.9 /y/a 0.1 /y/b", ""),
+        ("--data-path /x/a /x/b | --data-path /x/a", "rank 1 has --data-path"),
     ],
 )
 def test_all_processes_are_told_the_same(pool: Pool, more: str, said: str) -> None:

@@ -281,12 +281,19 @@ def test_hang_02_a_rank_that_stalls_is_named_with_its_stack(tmp_path: Path) -> N
     assert "core/comm.py" in second
 
 
-def test_a_rank_that_is_frozen_is_named_by_another(tmp_path: Path) -> None:
-    ended = launch(tmp_path, 2, freeze, 1, SHORT, kept=(1,))
-    assert ended.codes == [1, None]
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_that_is_frozen_is_named_by_another(tmp_path: Path, frozen: int) -> None:
+    """Rank 0 closes no connection, so that its silence alone tells of it."""
+    ended = launch(tmp_path, 2, freeze, frozen, SHORT, kept=(frozen,))
+    other = 1 - frozen
+    assert ended.codes[frozen] is None and ended.codes[other] == 1
     first, second = ended.blocks
-    assert first.startswith("[dp1] rank 1 stalled: nothing new for")
-    assert second.startswith("[dp0] rank 0 ends, since [dp1] rank 1 stalled")
+    assert first.startswith(f"[dp{frozen}] rank {frozen} stalled: nothing")
+    assert re.search(r"last heartbeat.*: iteration 2, last action forward\(microbatch 0", first)
+    assert second.startswith(
+        f"[dp{other}] rank {other} ends, since [dp{frozen}] rank {frozen} stalled"
+    )
+    assert "core/comm.py" in second
 
 
 def test_hang_01_a_reader_that_stalls_is_named(tmp_path: Path) -> None:
@@ -320,6 +327,13 @@ def test_a_wrong_flag_of_one_rank_is_printed(tmp_path: Path) -> None:
     ended = launch(tmp_path, 2, nothing, None, own_words={1: "--num-attention-heads 5"}, kept=(0,))
     assert ended.codes[1] == 2
     assert len(ended.lines) == 1 and "--num-attention-heads (5)" in ended.lines[0]
+
+
+def test_another_folder_to_save_to_is_found_at_the_start(tmp_path: Path) -> None:
+    ended = launch(tmp_path, 2, nothing, None, "--save ./save", own_words={1: "--save ./other"})
+    assert ended.codes == [2, 2]
+    (line,) = ended.lines
+    assert line.startswith("pretrain_gpt: error: rank 1 has another folder than rank 0 as --save")
 
 
 def test_par_09_weights_that_drift_apart_stop_the_run(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """How the processes of a run meet: what can go wrong then, said in one message, in time.
 
 Once connected, all must have been given the same flags, or they would train different models, or
-wait for each other for ever. What may differ from process to process is left out: names of files
-and folders, and how many readers there are.
+wait for each other for ever. What may differ from process to process: how many readers there are,
+and where files and folders are, though not whether they are given. What is in them is compared
+later, by `megatron.training.agreement`.
 """
 
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -26,6 +28,8 @@ from megatron.training.processes.launch import Launch
 
 OWN = frozenset({"num_workers"})
 """Settings that each process may have its own value of, beside places of files."""
+FROM_FIRST = frozenset({"load", "pretrained_checkpoint"})
+"""Places of which all ranks use that of rank 0."""
 SILENCE = 1.0
 """Seconds that rank 0 has to print what is wrong, before a launcher sees that others have ended."""
 PATIENCE = timedelta(seconds=10)
@@ -91,31 +95,40 @@ def check_settings(config: Config) -> None:
     digests = comm.gather_objects(digest, world)
     if len(set(digests)) == 1:
         return
-    everyone = comm.gather_objects(mine, world)
+    values = {name: repr(value) for name, value in config.flatten().items() if name in mine}
+    everyone = comm.gather_objects((mine, values), world)
     if rank:
         time.sleep(SILENCE)
         sys.exit(2)
-    for other, settings in enumerate(everyone):
+    for other, (settings, given) in enumerate(everyone):
         for name, value in settings.items():
-            if value != everyone[0].get(name):
+            if value != mine[name]:
                 raise UserError(
                     f"the processes were started with different flags: rank {other} has "
-                    f"{flag_of(type(config), name)} {value}, rank 0 {everyone[0].get(name)}; start "
+                    f"{flag_of(type(config), name)} {given[name]}, rank 0 {values[name]}; start "
                     "all of them with the same"
                 )
     raise AssertionError("settings differ, but none of them does")
 
 
 def common_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that all processes must share, by name, as texts."""
+    """Return the settings that all processes must share, by name, as texts.
+
+    Of a place only that it is given, but for those of rank 0 that all use.
+    """
     return {
-        name: repr(value)
+        name: repr(_whole(value) if name in FROM_FIRST else _without_places(value))
         for name, value in config.flatten().items()
-        if name not in OWN and not _is_place(value)
+        if name not in OWN
     }
 
 
-def _is_place(value: object) -> bool:
+def _whole(value: str | None) -> str | None:
+    return None if value is None else os.path.abspath(value)
+
+
+def _without_places(value: object) -> object:
+    """Return a value with a mark for each path in it: of a blend, the weights are left."""
     if isinstance(value, tuple | list):
-        return any(_is_place(one) for one in value)
-    return isinstance(value, str) and "/" in value
+        return [_without_places(one) for one in value]
+    return "(a place)" if isinstance(value, str) and "/" in value else value
