@@ -168,3 +168,19 @@ def test_chunks_per_rank() -> None:
         chunks_per_rank(4, 2, layout="Ett|t|tL")
     with pytest.raises(UserError, match="keep one"):
         chunks_per_rank(16, 4, layers_per_stage=2, stages_per_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "rank"),
+    [(4, "E|tttt||L", 2), (3, "Ett||ttL", 1), (4, "E|tt||||tt||L", 2)],
+)
+def test_a_rank_that_would_hold_nothing_is_refused(ranks: int, layout: str, rank: int) -> None:
+    config = PipelineConfig.resolve(pipeline_model_parallel_layout=layout)
+    with pytest.raises(UserError, match=rf"gives rank {rank} of the pipeline nothing to hold"):
+        config.stages(4, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "E||tttt|L"), (3, "E|tttt|L"), (1, "E||ttttL")])
+def test_a_stage_may_be_empty_on_a_rank_that_holds_another(ranks: int, layout: str) -> None:
+    config = PipelineConfig.resolve(pipeline_model_parallel_layout=layout)
+    assert sum(len(stage.layers) for stage in config.stages(4, ranks)) == 4

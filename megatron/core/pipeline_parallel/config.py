@@ -143,7 +143,20 @@ class PipelineConfig(Config):
                     f"stage {number} holds m without the head, which every such layer needs; put "
                     f"{'m' * mtp_num_layers}L at the end, in the last stage"
                 )
+        self._check_ranks(stages, num_layers, num_ranks)
         return stages
+
+    def _check_ranks(self, stages: list[Stage], num_layers: int, num_ranks: int) -> None:
+        """Refuse a rank that would hold nothing and only pass activations on."""
+        placement = self.placement(num_layers, num_ranks)
+        for rank in range(num_ranks):
+            mine = [stages[at] for at in placement.positions(rank)]
+            if not any(stage.layers or stage.is_first or stage.is_last for stage in mine):
+                raise UserError(
+                    f"--pipeline-model-parallel-layout {self.pipeline_model_parallel_layout!r} "
+                    f"gives rank {rank} of the pipeline nothing to hold; give it a layer, or lower "
+                    f"--pipeline-model-parallel-size ({num_ranks})"
+                )
 
     def schedule_name(self, placement: Placement) -> ScheduleName:
         """Return which schedule orders the work of a placement."""
