@@ -44,6 +44,7 @@ VARIANTS = {
     "recomputed": f"{ROTARY} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 3 --mtp-num-layers 1",
     "offloaded": f"{ROTARY} --optimizer-cpu-offload --optimizer-offload-fraction 0.4",
+    "pairs": "--micro-batch-size 2",
     "packed-means": "--reset-position-ids --reset-attention-mask --eod-mask-loss "
     "--no-calculate-per-token-loss --optimizer sgd --micro-batch-size 2",
 }
@@ -150,8 +151,8 @@ def test_the_matrix_is_large() -> None:
     assert len(set(MATRIX)) == len(MATRIX)
 
 
-def with_dropout(config: RunConfig) -> RunConfig:
-    attention = replace(config.model.attention, attention_dropout=0.2)
+def with_dropout(config: RunConfig, of_attention: float = 0.2) -> RunConfig:
+    attention = replace(config.model.attention, attention_dropout=of_attention)
     return replace(config, model=replace(config.model, attention=attention, hidden_dropout=0.2))
 
 
@@ -163,6 +164,14 @@ def test_dropout_is_that_of_the_serial_run(runs: Runs, text: str) -> None:
     assert compare(outcome, expected).largest <= 1e-10
     without = runs.serial(runs.on("gpt2", text)[1])
     assert compare(expected, without).loss > 1e-4
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2 pp2 dp2"])
+def test_dropout_of_what_no_axis_cuts_is_that_of_the_serial_run(runs: Runs, text: str) -> None:
+    """Tensor parallelism alone cuts heads, not the stream; ranks have it in another order."""
+    config, reference = (with_dropout(one, 0.0) for one in runs.on("pairs", text))
+    outcome, expected = equality.run(runs.pool, case(config)), runs.serial(reference)
+    assert compare(outcome, expected).largest <= 1e-10
 
 
 def _without_sums(rank: int, one: equality.Case, along: str) -> Share:

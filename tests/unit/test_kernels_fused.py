@@ -1,5 +1,7 @@
 """References of the fused kernels against published numbers, torch, and formulas written out."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +60,16 @@ def terms(dtype: torch.dtype = F64) -> tuple[Tensor, Tensor, Tensor]:
         torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes
     )
     return y, bias, residual
+
+
+@pytest.mark.parametrize("form", [bias_dropout_add, bias_dropout_add_reference])
+def test_a_mask_does_not_hang_on_the_order_in_memory(form: Callable[..., Tensor]) -> None:
+    """An embedding's output is strided in one layout and contiguous in another."""
+    y = torch.randn(3, 5, 6, dtype=F64).transpose(0, 1).requires_grad_()
+    same = y.detach().contiguous().requires_grad_()
+    outs = [form(one, None, torch.zeros(5, 3, 6, dtype=F64), 0.5, 7) for one in (y, same)]
+    grads = torch.autograd.grad(outs[0].sum(), y) + torch.autograd.grad(outs[1].sum(), same)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])

@@ -28,7 +28,10 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
         generator = torch.Generator(x.device).manual_seed(seed)
-        kept = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
+        # Contiguous: a mask in the order of x's strides would differ where another layout has x
+        # in another order.
+        kept = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kept.bernoulli_(1 - p, generator=generator)
         ctx.p = p
         ctx.save_for_backward(kept.bool())
         return x * kept.div_(1 - p)

@@ -296,7 +296,8 @@ class BlockAttention:
     def _dropped(self, weights: Tensor, generator: torch.Generator) -> Tensor:
         """Return 0 for what is dropped and 1 / (1 - p) for the rest."""
         kept = 1 - self.dropout_p
-        return torch.empty_like(weights).bernoulli_(kept, generator=generator).div_(kept)
+        mask = torch.empty_like(weights, memory_format=torch.contiguous_format)
+        return mask.bernoulli_(kept, generator=generator).div_(kept)
 
 
 def _softmax(z: Tensor, blind: bool) -> tuple[Tensor, Tensor]:
