@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = launch.discover(os.environ)
     run = arguments.parse(argv, PROGRAM, world_size=place.world_size)
     if run.invocation.dry_run:
-        print(plan_report.report(run, PROGRAM))
+        if place.rank == 0:
+            print(plan_report.report(run, PROGRAM))
         return 0
     if run.invocation.local_rank is not None:
         place = launch.discover(os.environ, run.invocation.local_rank)

@@ -122,7 +122,8 @@ def parse(
     Args:
         argv: words after the program's name; the process's own when absent.
         program: name of the entry point, which may have defaults of its own.
-        world_size: number of processes that the launcher started; when absent, the dry run's.
+        world_size: number of processes that the launcher started; when absent, the dry run's. A
+            dry run that several were started for plans for as many, if no flag says otherwise.
         stored_config: given a checkpoint folder and an iteration (or None for the newest), returns
             the flat config stored there, None if nothing is, for --use-checkpoint-args; by default
             it is read from the checkpoint.
@@ -146,6 +147,8 @@ def parse(
                 f"--dry-run-world-size ({values['world_size']}) plans a run; add --dry-run"
             )
         _check_launch(invocation, world_size)
+    is_launched = plans and (world_size or 1) > 1 and values.get("world_size") is None
+    if world_size is not None and (is_launched or not plans):
         values["world_size"] = world_size
         origins["world_size"] = "derived"
     reports = _take_stored(values, origins, stored_config or _read_stored)

@@ -241,6 +241,9 @@ def test_the_launcher_gives_the_world_size() -> None:
     dry = run("--dry-run --dry-run-world-size 4", world_size=1)
     assert dry.config.data_parallel_size == 4
     assert dry.config.training.global_batch_size == 8
+    assert run("--dry-run", world_size=4).config.data_parallel_size == 4
+    dry = run("--dry-run --dry-run-world-size 2", world_size=4)
+    assert dry.config.data_parallel_size == 2
     assert "add --dry-run" in _message([*BASE.split(), "--dry-run-world-size", "4"], world_size=1)
 
 
