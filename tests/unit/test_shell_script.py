@@ -52,6 +52,20 @@ let "TWICE = STEPS * 2"
 torchrun pretrain_gpt.py $W $((W % 5)) $((2**10)) $(( (N + G) * 2 - 1 )) $STEPS $TWICE \\
     $((W > 3 && N != 8)) $((-7 / 2)) $(expr $N + 1)
 """,
+    "choices": """
+NL=32
+: "${PP:=$(( NL > 40 ? 8 : 2 ))}" ${VPP:=$((NL>16?PP>1?4:2:1))}
+M=1
+G=$((M*PP))
+torchrun pretrain_gpt.py $PP $VPP $G $((0 ? 1/0 : 5)) $((NL == 32 ? 7 : 9, 3)) $((!NL ? 1 : -1))
+""",
+    "operators": """
+A=6 B=3
+torchrun pretrain_gpt.py $((A & B)) $((A | B)) $((A ^ B)) $((~A)) $((-A ** 2)) $((2 ** 3 ** 2)) \\
+    $((1 << 4 >> 2)) $((A > B == 1)) $((010 + 0x1F)) $((10#08 + 16#ff)) $((-7 % 3)) $((7 / -2)) \\
+    $((1 < 2 < 3)) $((A || 0 && 0)) $((2 ** 64 + 5)) $((9223372036854775807 + 1)) $((A-B-1)) \\
+    $((2 ** 999999999)) $((3 ** 999999999)) $((1 + 2 * 3 - (4 - 5) * 6)) $((!A + !!B))
+""",
     "conditions": """
 TP=2
 if [ "$TP" -gt 1 ] && [[ $MODE != slow ]]; then EXTRA="--sequence-parallel"; else EXTRA=wrong; fi
@@ -247,6 +261,13 @@ def test_sourced_files_are_read_where_they_are(tmp_path: Path) -> None:
     assert script.notes == ["not read: source ./absent.sh"]
 
 
+def test_a_value_hangs_on_what_decides_it() -> None:
+    text = "torchrun a.py $((0 ? N : 3)) $((N && 0)) $((N ? 1 : 2)) $((1 / 0)) $((2 +)) $((N + 1))"
+    words = read(text).commands[0].words
+    assert words[2:4] == ("3", "0")
+    assert words[4:] == ("$((N ? 1 : 2))", "$((1 / 0))", "$((2 +))", "$((N + 1))")
+
+
 def test_branches_that_cannot_be_decided_are_named() -> None:
     text = """
 if [ -f "$DIR/x" ]; then LOAD="--load $DIR"; fi
@@ -271,6 +292,9 @@ python pretrain_gpt.py $LOAD --bf16
         ("if true; then\npython pretrain_gpt.py\n", "'elif' or 'else' or 'fi' is missing"),
         ("python pretrain_gpt.py ${A\n", "line 1: { is not closed"),
         ("for x in 1; do echo\n", "'done' or '}' is missing"),
+        ("A=1\nB=$((" + 5000 * "(" + "1" + 5000 * ")" + "))\n", "line 2: brackets or blocks"),
+        ("A=1\n" + 3000 * "if true; then " + "true" + 3000 * "; fi", "line 2: brackets or blocks"),
+        ("A=1\nB=" + 400 * "${X:-" + "1" + 400 * "}" + "\n", "line 2: brackets or blocks"),
     ],
 )
 def test_scripts_that_cannot_be_read_say_where(text: str, line: str) -> None:

@@ -40,6 +40,7 @@ from megatron.training.shell.syntax import (
     Token,
     While,
     parse,
+    too_deep,
 )
 from megatron.training.shell.words import (
     ATOM,
@@ -117,11 +118,15 @@ def read(
         folder: where files that it sources are looked for.
 
     Raises:
-        UserError: a quote, bracket or block is not closed.
+        UserError: a quote, bracket or block is not closed, or too many are within each other.
     """
     reader = _Reader(Variables(given or {}, slurm(text)), folder)
     reader.variables.positional = list(arguments)
-    reader.run(parse(text))
+    tree = parse(text)
+    try:
+        reader.run(tree)
+    except RecursionError:
+        raise too_deep(reader.line) from None
     names = list(reader.variables.assumed_empty)
     if names:
         reader.script.notes.append(
@@ -160,6 +165,8 @@ class _Reader:
         self.printed: _Printed | None = None
         """Where output goes; None for commands that are to be found."""
         self.depth = 0
+        self.line = 1
+        """Where the command stands that is followed."""
         variables.output = self._output
 
     def run(self, node: Node) -> bool | None:
@@ -322,6 +329,7 @@ class _Reader:
 
     def _simple(self, node: Node) -> bool | None:
         assert isinstance(node, Simple)
+        self.line = node.line
         raw = list(node.words)
         own: dict[str, str] = {}
         while raw and (match := ASSIGNMENT.fullmatch(raw[0])):

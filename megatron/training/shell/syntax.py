@@ -143,6 +143,11 @@ def tokens(text: str) -> Iterator[Token]:
     return _Scanner(text).tokens()
 
 
+def too_deep(line: int) -> UserError:
+    """Return what to say of brackets or blocks that Python's stack is too short for."""
+    return UserError(f"line {line}: brackets or blocks within each other, too many to be read")
+
+
 class _Scanner:
     """Where we are in the text, and the here-documents that start on the next line."""
 
@@ -164,7 +169,11 @@ class _Scanner:
             elif self.text[self.at] == "#":
                 self.at = _end_of_line(self.text, self.at)
             else:
-                yield from self._token()
+                line = self.line
+                try:
+                    yield from self._token()
+                except RecursionError:
+                    raise too_deep(line) from None
         yield Token("operator", "\n", self.line)
 
     def _token(self) -> Iterator[Token]:
@@ -318,7 +327,10 @@ class _Parser:
 
     def script(self) -> Node:
         """Return everything to the end."""
-        body = self._list(())
+        try:
+            body = self._list(())
+        except RecursionError:
+            raise too_deep(self._here().line) from None
         if self.at < len(self.found):
             raise UserError(f"line {self._here().line}: unexpected {self._here().text!r}")
         return body

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.training.shell.arithmetic import Unknown, evaluated
+from megatron.training.shell.arithmetic import UNKNOWN, Unknown, evaluated
 from megatron.training.shell.syntax import closing, tokens
 
 Value = str | list[str] | dict[str, str]
@@ -199,9 +199,9 @@ def arithmetic(text: str, variables: Variables) -> int:
 
     def value(match: re.Match[str]) -> str:
         known = variables.get(match[0])
-        return str(known) if isinstance(known, str) and known else "?"
+        return str(known) if isinstance(known, str) and known else UNKNOWN
 
-    filled = re.sub(r"(?<![\w])[A-Za-z_]\w*", value, filled)
+    filled = re.sub(r"(?<![\w#])[A-Za-z_]\w*", value, ATOM.sub(UNKNOWN, filled))
     return evaluated(filled)
 
 
