@@ -107,9 +107,9 @@ def hidden(model: GPTModel, x_SBH: Tensor | None = None) -> tuple[Tensor, list[t
     """Return what a first stage gives, and the dtypes that its blocks are given."""
     seen: list[torch.dtype] = []
     hooks = [
-        block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+        part.block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
         for layer in model.decoder.layers.values()
-        for _, block, _ in layer.sublayers
+        for part in layer.sublayers
     ]
     out = model(tokens()[0], x_SBH=x_SBH)
     for hook in hooks:
@@ -152,8 +152,8 @@ def test_an_fp32_stream_equals_its_sums_written_out(dtype: torch.dtype, normaliz
     x = (embedding.word_embeddings(text) + embedding.position_embeddings(LENGTH, None)).float()
     context = Context(None, None, None, None, None)
     for layer in model.decoder.layers.values():
-        for gains, block, _ in layer.sublayers:
-            x = x + block(norm(gains, x), context).float()
+        for part in layer.sublayers:
+            x = x + part.block(norm(part.norm, x), context).float()
     final = norm(model.decoder.final_layernorm, x)
     logits = (final.float() @ model.output_layer.weight.float().t()).to(dtype).float()
     expected = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
