@@ -77,10 +77,10 @@ class View:
     """Where in its memory a tensor lies: what it takes to see the same in a copy of the memory."""
 
     def __init__(self, x: Tensor) -> None:
-        self.dtype, self.size, self.stride = x.dtype, x.size(), x.stride()
-        self.offset = x.storage_offset()
+        self.dtype, self.device = x.dtype, x.device
+        self.size, self.stride, self.offset = x.size(), x.stride(), x.storage_offset()
 
     def into(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor that lies at the same place of ``storage``."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        """Return the tensor that lies at the same place of ``storage``, on the same device."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.size, self.stride)

@@ -71,6 +71,18 @@ CASES = {
         f"{SMALL} {LLAMA} --num-query-groups 4 {TP2} --optimizer dist_muon "
         "--muon-scalar-optimizer lion --muon-tp-mode distributed",
     ),
+    "layers made again": (
+        3,
+        4,
+        f"{SMALL} {TP2} {PP2} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --distribute-saved-activations",
+    ),
+    "parts made again": (
+        1,
+        2,
+        f"{SMALL} {TP2} --sequence-parallel --recompute-granularity selective "
+        "--recompute-modules core_attn layernorm mlp",
+    ),
     "interleaved": (1, 2, f"{SMALL} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "zb-h1": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-h1"),
     "zb-v": (0, 2, f"{SMALL} {PP2} --pipeline-schedule zb-v"),
