@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +24,7 @@ FLAGS = (
     "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 4 "
     "--tokenizer-type NullTokenizer --vocab-size 20 --train-iters 1 --lr 1e-2 --device cpu"
 )
-PLACE = Launch(1, 4, 1, 4, "head", 29501, "srun", "Slurm's node list")
+PLACE = Launch(1, 4, 1, 4, "localhost", 29501, "srun", "Slurm's node list")
 LIMIT = timedelta(seconds=60)
 
 
@@ -83,8 +84,29 @@ def test_why_they_do_not_meet(error: Exception, kind: type[Exception], said: str
 
     with pytest.raises(kind) as caught:
         meeting.meet(PLACE, connect, LIMIT)
-    assert said in str(caught.value) and "head:29501" in str(caught.value)
+    assert said in str(caught.value) and "localhost:29501" in str(caught.value)
     assert "rank 1 of 4 (srun)" in str(caught.value)
+
+
+def test_the_limit_is_named_as_it_was_given() -> None:
+    def connect() -> None:
+        raise dist.DistStoreError("Timed out")
+
+    with pytest.raises(
+        RunFailed, match=r"within 90 s \(--distributed-timeout-minutes 1 and 30 s\)"
+    ):
+        meeting.meet(PLACE, connect, LIMIT, timedelta(seconds=30))
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b", "x" * 300])
+def test_a_host_that_nobody_knows_is_refused_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "RESOLVING", 0.0)
+    place = replace(PLACE, master_addr=name)
+    with pytest.raises(UserError, match=r"rank 1 of 4 .* cannot find the host of rank 0") as caught:
+        meeting.meet(place, lambda: pytest.fail("connects"), LIMIT)
+    assert name in str(caught.value)
 
 
 def test_errors_of_torch_that_are_no_matter_of_meeting_stay_as_they_are() -> None:

@@ -9,6 +9,7 @@ later, by `megatron.training.agreement`.
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -32,25 +33,40 @@ FROM_FIRST = frozenset({"load", "pretrained_checkpoint"})
 """Places of which all ranks use that of rank 0."""
 SILENCE = 1.0
 """Seconds that rank 0 has to print what is wrong, before a launcher sees that others have ended."""
+RESOLVING = 5.0
+"""Seconds in which a name server that does not answer is asked again."""
 PATIENCE = timedelta(seconds=10)
 """What torch's own limit may be exceeded by: it does not cover a stranger that never answers."""
 
 
-def meet(launch: Launch, connect: Callable[[], None], limit: timedelta) -> None:
+def meet(
+    launch: Launch,
+    connect: Callable[[], None],
+    limit: timedelta,
+    margin: timedelta = timedelta(0),
+) -> None:
     """Call ``connect``, which joins the world, and say what is wrong if that fails.
 
-    A process that is not through some time after ``limit`` ends with exit code 1.
+    A process that is not through some time after ``limit`` and ``margin`` ends with exit code 1.
+
+    Args:
+        launch: this process's place.
+        connect: joins the world, for as long as limit and margin at most.
+        limit: as the user gave it.
+        margin: what is waited beyond it.
 
     Raises:
-        UserError: the meeting point cannot be used.
+        UserError: the meeting point cannot be used, or has a name that nobody knows.
         RunFailed: not all processes came.
     """
     place = f"{launch.master_addr}:{launch.master_port}"
     here = f"rank {launch.rank} of {launch.world_size} ({launch.source})"
+    waited, minutes = limit + margin, limit / timedelta(minutes=1)
+    more = f" and {margin.total_seconds():.0f} s" if margin else ""
     late = (
         f"{here} did not meet the others at {place} ({launch.rendezvous}) within "
-        f"{limit.total_seconds():.0f} s (--distributed-timeout-minutes): were all "
-        f"{launch.world_size} started, with ranks from 0 and one WORLD_SIZE, MASTER_ADDR and "
+        f"{waited.total_seconds():.0f} s (--distributed-timeout-minutes {minutes:g}{more}): were "
+        f"all {launch.world_size} started, with ranks from 0 and one WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT? Is the port free of other programs? An error that another rank has printed "
         "comes first"
     )
@@ -59,7 +75,8 @@ def meet(launch: Launch, connect: Callable[[], None], limit: timedelta) -> None:
         print(f"error: {late}", file=sys.stderr, flush=True)
         failure.leave(1)
 
-    timer = threading.Timer((limit + PATIENCE).total_seconds(), give_up)
+    _check_name(launch, here)
+    timer = threading.Timer((waited + PATIENCE).total_seconds(), give_up)
     timer.daemon = True
     timer.start()
     try:
@@ -75,6 +92,24 @@ def meet(launch: Launch, connect: Callable[[], None], limit: timedelta) -> None:
         raise RunFailed(f"{late} ({_first_line(error)})") from None
     finally:
         timer.cancel()
+
+
+def _check_name(launch: Launch, here: str) -> None:
+    """Refuse a host of rank 0 that has no address; torch would ask for it until the time limit."""
+    deadline = time.monotonic() + RESOLVING
+    while True:
+        try:
+            socket.getaddrinfo(launch.master_addr, launch.master_port, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            is_passing = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+            if not is_passing or time.monotonic() > deadline:
+                raise UserError(
+                    f"{here} cannot find the host of rank 0, {launch.master_addr!r} "
+                    f"({launch.rendezvous}): {error}; set MASTER_ADDR to a name or address that "
+                    "every machine knows"
+                ) from None
+        time.sleep(0.5)
 
 
 def _first_line(error: Exception) -> str:

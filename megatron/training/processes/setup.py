@@ -79,7 +79,7 @@ def join(
         RunFailed: not all processes came in time.
     """
     late = limit + MARGIN
-    meeting.meet(launch, lambda: connect(launch, backend, late, environ), late)
+    meeting.meet(launch, lambda: connect(launch, backend, late, environ), limit, MARGIN)
     try:
         meeting.check_settings(config)
     except BaseException:
