@@ -479,6 +479,7 @@ class Job:
                     raise RunFailed(f"iteration {state.iteration} was not saved: {saved.error}")
                 return
             self.newest = saved.folder
+            self._status("running", state, None)  # a kill from here on finds it
             if progress is not None:
                 progress.saved(state)
 

@@ -352,17 +352,19 @@ def test_sig_01_without_the_option_a_signal_ends_the_process_at_once(
     corpus: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, str(ROOT / "pretrain_gpt.py")]
-    command += flags(corpus, "--train-iters", 100000, "--save", "save")
+    command += flags(corpus, "--train-iters", 100000, "--save", "save", "--save-interval", 2)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "iteration        2/" in line:
+            if "iteration        3/" in line:
                 break
         process.terminate()
         process.stdout.read()
         # By the signal itself: the training loop has not looked at it and left in order.
         assert process.wait(timeout=60) == -signal.SIGTERM
-    assert json.loads((tmp_path / "save" / "run_status.json").read_text())["reason"] == "running"
+    left = json.loads((tmp_path / "save" / "run_status.json").read_text())
+    assert left["reason"] == "running" and left["iteration"] >= 2
+    assert Path(tmp_path, left["checkpoint"]).is_dir()  # published before, so it is known
 
 
 def test_env_04_without_a_launcher_one_process_just_works(corpus: str, tmp_path: Path) -> None:
