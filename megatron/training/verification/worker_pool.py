@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from megatron.training.failing import failure
+
 Body = Callable[..., Any]
 GRACE = 5.0
 """Seconds beyond a job's time limit in which its own collectives may still report the delay."""
@@ -73,7 +75,7 @@ class Pool:
 
         Raises:
             RankFailed: a rank raised.
-            TimeoutError: the job did not end in time.
+            TimeoutError: the job did not end in time, or a rank waited too long for another.
         """
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()  # somebody has ended this process's children
@@ -99,7 +101,10 @@ class Pool:
                     raise RankFailed(f"rank {rank} died") from None
                 if not answers[rank][0]:
                     self.close()
-                    raise RankFailed(f"rank {rank} of {world}:\n{answers[rank][1]}")
+                    text, is_late = answers[rank][1]
+                    if is_late:
+                        raise TimeoutError(f"rank {rank} waited longer than {timeout:g} s: {text}")
+                    raise RankFailed(f"rank {rank} of {world}:\n{text}")
         return [answers[rank][1] for rank in range(world)]
 
     def close(self) -> None:
@@ -154,8 +159,10 @@ def _serve(rank: int, port: int, connection: Connection) -> None:
             return
         try:
             connection.send((True, _job(store, number, rank, world, timeout, body, arguments)))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
+        except BaseException as error:
+            late = failure.describe(error).is_late
+            text = str(error).strip().split("\n", 1)[0] if late else traceback.format_exc()
+            connection.send((False, (text, late)))
         finally:
             # A job must not leave its traces to the next.
             torch.manual_seed(0)
