@@ -13,7 +13,7 @@ from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import accounting
-from megatron.training.plan.memory import MemoryPlan
+from megatron.training.plan.memory import MemoryPlan, divisors
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -183,6 +183,11 @@ def test_the_largest_micro_batch_just_fits(text: str) -> None:
     largest = MemoryPlan(run, PADDED).largest_micro_batch(memory)
     assert largest > 1 and need(largest) <= memory < need(largest + 1)
     assert MemoryPlan(run, PADDED).largest_micro_batch(1000) == 0
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 360])
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
 
 
 def test_the_largest_divisor_of_a_global_batch() -> None:

@@ -5,6 +5,8 @@ gradients, masters and optimizer states are those of the buffers that a run will
 are what a schedule has alive at its fullest moment, see `activations` and `pipeline_plan`.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,11 +71,12 @@ class MemoryPlan:
         Larger ones are fewer, of which fewer may be alive.
         """
         share = self.config.batch_sizes.final // self.config.data_parallel_size
-        for size in range(share, 0, -1):
-            # A single one is alive in all of a rank's chunks at once: no schedule has less.
-            if share % size == 0 and self._fits(size, 1, memory_bytes):
-                if self._fits(size, share // size, memory_bytes):
-                    return size
+        sizes = divisors(share)
+        # A single one is alive in all of a rank's chunks at once: no schedule has less.
+        fitting = bisect_left(sizes, True, key=lambda size: not self._fits(size, 1, memory_bytes))
+        for size in reversed(sizes[:fitting]):
+            if self._fits(size, share // size, memory_bytes):
+                return size
         return 0
 
     def _fits(self, samples: int, count: int, memory_bytes: float) -> bool:
@@ -106,6 +109,16 @@ class MemoryPlan:
                 most = max(_held(moment, mine) for moment in moments)
                 found.append((most, max(_host(moment, mine) for moment in moments)))
         return found
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, the smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return low + [number // size for size in reversed(low) if size * size != number]
 
 
 def _held(moment: pipeline_plan.Alive, chunks: Sequence[Footprint]) -> int:

@@ -87,7 +87,7 @@ def _enough(pipeline: PipelineConfig, placement: Placement, count: int) -> int:
     last rank turns from forwards to backwards.
     """
     group = pipeline.microbatch_group_size_per_vp_stage or placement.num_ranks
-    period = group if placement.num_chunks > 1 else 1
+    period = group if placement.num_chunks > 1 and placement.shape == "loop" else 1
     enough = 2 * (placement.num_ranks + period)
     return count if count <= enough else enough + (count - enough) % period
 
