@@ -38,7 +38,7 @@ def test_no_kernel_spills_on_any_target() -> None:
     # In the interpreter nothing is compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, str(TOOL)], capture_output=True, text=True, env=environment, timeout=600
+        [sys.executable, str(TOOL)], capture_output=True, text=True, env=environment, timeout=900
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "for 3 targets; spills: none" in run.stdout
