@@ -53,15 +53,9 @@ SCHEDULES = {
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 RECOMPUTED: list[tuple[int, str]] = [
-    (2, f"{TP} 2 {FULL} uniform --distribute-saved-activations --hidden-size 36"),
-    (2, f"{TP} 2 --sequence-parallel {FULL} block --bf16"),
+    (2, f"{TP} 2 {FULL} uniform --distribute-saved-activations --mtp-num-layers 1 {LLAMA}"),
     (2, f"{TP} 2 --sequence-parallel --tp-comm-overlap {SELECTIVE} mlp layernorm"),
-    (2, f"{TP} 2 {LATENT} --q-lora-rank 10 {SELECTIVE} mla_up_proj core_attn"),
     (4, f"{TP} 2 --sequence-parallel {CP} 2 {LATENT} {SELECTIVE} mla_up_proj core_attn mlp"),
-    (2, f"{CP} 2 --cp-comm-type p2p a2a all_gather a2a --recompute-activations"),
-    (2, f"{CP} 2 {FULL} uniform"),
-    (4, f"{TP} 2 {PP} 2 {SCHEDULES['zb-v']} {FULL} block {LLAMA}"),
-    (2, f"{TP} 2 {FULL} uniform --mtp-num-layers 2 {LLAMA}"),
 ]
 LAYOUTS: list[tuple[int, str]] = [
     *RECOMPUTED,

@@ -58,8 +58,12 @@ WAYS = {
     "inputs moved": f"{FULL} 1 --recompute-method uniform {MOVED} layer_input",
     "both": f"{SELECTIVE} layernorm mlp {MOVED} attn_norm mlp_norm core_attn attn_proj",
 }
+EVERYWHERE = ("uniform", "parts", "parts moved", "both", "latents and parts")
+"""Ways that every test of every model goes; the others are gone by the first one, or slowly."""
 PAIRS = [
-    (model, way)
+    pytest.param(
+        *(model, way), marks=[] if model == "gpt" or way in EVERYWHERE else [pytest.mark.slow]
+    )
     for model in MODELS
     for way in WAYS
     if "latents" in model or not way.startswith("latents")
@@ -171,6 +175,7 @@ def test_units_by_hand() -> None:
     assert units(WAYS["block"], range(4, 9)) == [(4,), (5,)]
     assert units(f"{FULL} 9 --recompute-method block", range(4, 6)) == [(4,), (5,)]
     assert units(f"{FULL} 9 --recompute-method uniform", range(4, 6)) == [(4, 5)]
+    assert units(f"{FULL} 0 --recompute-method block", range(4, 6)) == []
     assert units(WAYS["parts"], range(3)) == units("", range(3)) == []
 
 

@@ -74,7 +74,9 @@ REFUSED = {
     "selective, not full; drop one",
     "--recompute-granularity full --recompute-num-layers 1": "needs --recompute-method: uniform",
     "--recompute-granularity full --recompute-method block": "needs --recompute-num-layers",
-    f"{FULL} --recompute-num-layers 0": "--recompute-num-layers (0) must be at least 1",
+    f"{FULL} --recompute-num-layers 0": "(0): a unit has at least 1 layer; with --recompute-method "
+    "block 0 recomputes none",
+    f"{FULL} --recompute-num-layers -1": "--recompute-num-layers (-1) must not be negative",
     f"{SELECTIVE} --recompute-method uniform": "--recompute-method (uniform) is for whole layers",
     f"{SELECTIVE} --recompute-num-layers 2": "--recompute-num-layers (2) is for whole layers",
     f"{SELECTIVE} --recompute-modules moe mlp": "--recompute-modules moe: parts of experts, but "

@@ -8,11 +8,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core import comm
 from megatron.core.kernels import dropout as masks
 from megatron.core.kernels.dtypes import accumulate_dtype
+from megatron.core.recompute import recompute
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy
@@ -161,10 +161,7 @@ class LanguageHead(nn.Module):
         # The whole sequence enters here, once, so that a piece needs no collective for its input.
         x_SBH = mappings.enter(x_SBH, self.axis, self.gathers)
         parts = zip(x_SBH.tensor_split(pieces), labels_SB.tensor_split(pieces), strict=True)
-        losses = [
-            checkpoint(self._piece, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in parts
-        ]
+        losses = [recompute(self._piece, *part) for part in parts]
         return torch.cat(losses).t()
 
     def _piece(self, x_PBH: Tensor, labels_PB: Tensor) -> Tensor:

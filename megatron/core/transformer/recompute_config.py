@@ -49,7 +49,7 @@ class RecomputeConfig(Config):
     """With full: keep a share of each unit's input on every tensor-parallel rank."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "recompute_num_layers")
+        check_at_least(self, 0, "recompute_num_layers")
         if self.recompute_activations and self.recompute_granularity == "full":
             raise UserError(
                 "--recompute-activations asks for --recompute-granularity selective, not full; "
@@ -76,6 +76,11 @@ class RecomputeConfig(Config):
             raise UserError(
                 "--recompute-granularity full needs --recompute-num-layers: the layers of a unit "
                 "(uniform), or of a stage (block); try --recompute-num-layers 1"
+            )
+        if self.recompute_method == "uniform" and self.recompute_num_layers == 0:
+            raise UserError(
+                "--recompute-num-layers (0): a unit has at least 1 layer; with --recompute-method "
+                "block 0 recomputes none"
             )
 
     def _check_selective(self) -> None:

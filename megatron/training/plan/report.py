@@ -114,11 +114,12 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         f"microbatch{'es' * (count > 1)} in {which} iteration"
     )
     if not config.training.skip_train:
+        again = ", recomputation left out" * (config.model.recompute.granularity is not None)
         text, value = pipeline_plan.closed_form(config.pipeline, placement, count)
         bubble = pipeline_plan.bubble(config.pipeline, placement, count)
         yield (
             f"bubble {bubble:.2%} of the work by simulation, {value:.2%} by the closed form {text} "
-            "(stages taken as equal, transfers as free)"
+            f"(stages taken as equal, transfers as free{again})"
         )
     alive = "" if config.training.skip_train else ", and the most microbatches alive at once"
     ahead = ", m prediction ahead" if config.model.mtp.depths else ""
