@@ -17,7 +17,10 @@ import numpy as np
 from megatron.core import comm
 from megatron.core.datasets.blended import BlendedDataset
 from megatron.core.datasets.checks import content_mark
+from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.indexed import bin_path, idx_path
+from megatron.core.datasets.sources import read_sources
 from megatron.core.mesh import Axis
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.utils import UserError
@@ -36,9 +39,53 @@ def check_inputs(world: Axis, tokenizer: Tokenizer, data: RunData) -> None:
     Raises:
         UserError: by every rank, naming those that differ from the first and what they read.
     """
-    if world.size == 1:
+    if world.size > 1:
+        _compare(world, {"tokenizer": (tokenizer.fingerprint(), "")} | dict(_data_marks(data)))
+
+
+def check_sources(world: Axis, config: DataConfig) -> None:
+    """Refuse ranks whose token files differ, before any index is built; a collective of ``world``.
+
+    A rank that leaves the building to another would wait for an index that nobody makes. Files that
+    are missing are left to whoever opens them.
+
+    Raises:
+        UserError: by every rank, naming those that differ from the first and what they read.
+    """
+    if world.size == 1 or config.dataloader_type == "external":
         return
-    mine = {"tokenizer": (str(tokenizer.fingerprint()), "")} | dict(_data_marks(data))
+    blends = {
+        split: source.blend
+        for split, source in read_sources(config).items()
+        if source is not None and source.blend is not None
+    }
+    files = {prefix: _file_mark(prefix) for one in blends.values() for prefix in one.prefixes}
+    if not all(comm.gather_objects(None not in files.values(), world)):
+        return
+    marks = {
+        f"set of files ({split})": (
+            str((one.shares, [files[prefix] for prefix in one.prefixes])),
+            ", ".join(one.prefixes[:NAMED]),
+        )
+        for split, one in blends.items()
+    }
+    _compare(world, marks)
+
+
+def _file_mark(prefix: str) -> list[int] | None:
+    """Return sizes and sums over the heads of a pair of token files; None if one is not there."""
+    mark = []
+    for path in (idx_path(prefix), bin_path(prefix)):
+        try:
+            with open(path, "rb") as file:
+                mark += [os.fstat(file.fileno()).st_size, zlib.crc32(file.read(1 << 16))]
+        except OSError:
+            return None
+    return mark
+
+
+def _compare(world: Axis, mine: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse marks, each with a description, that differ from those of the first rank."""
     everyone = comm.gather_objects({name: mark for name, (mark, _) in mine.items()}, world)
     if all(marks == everyone[0] for marks in everyone):
         return

@@ -175,6 +175,7 @@ class Job:
         )
         self.pulse.untimed("building the data sets")
         wanted = run_data.sizes(config, self.say)
+        agreement.check_sources(self.mesh.world, config.data)
         data = self.program.build_datasets(config, wanted, tokenizer, self.policy, self.say)
         external.check(config.data.dataloader_type == "external", data)
         for line in run_data.index_lines(data):

@@ -77,6 +77,27 @@ def test_ranks_read_the_same(pool: Pool, tmp_path: Path, case: str) -> None:
     assert re.match(said or "$", messages[0]), messages[0]
 
 
+def files(rank: int, paths: list[list[str]]) -> str:
+    config = DataConfig.resolve(data_path=tuple(paths[rank]), seq_length=8)
+    try:
+        agreement.check_sources(world(), config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_other_files_are_found_before_an_index_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+    a, a_again = corpus(tmp_path / "0" / "a", 1), corpus(tmp_path / "1" / "a", 1)
+    other = corpus(tmp_path / "0" / "b", 2)  # of equal form
+    assert pool.run(2, files, [[a], [a_again]]) == ["", ""]
+    assert pool.run(2, files, [[a], [str(tmp_path / "missing")]]) == ["", ""]
+    for paths in ([[a], [other]], [["0.9", a, "0.1", other], ["0.1", a, "0.9", other]]):
+        messages = pool.run(2, files, paths)
+        assert len(set(messages)) == 1
+        assert messages[0].startswith("rank 1 has another set of files (train) than rank 0: rank 1")
+        assert other in messages[0]
+
+
 def saved(rank: int, folders: list[Path]) -> str:
     try:
         agreement.check_save_folder(world(), str(folders[rank]))
