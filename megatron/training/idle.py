@@ -159,8 +159,26 @@ def _idle_layout(config: RunConfig) -> dict[str, str]:
         if not any("a2a" in kind for kind in context.cp_comm_type):
             kinds = " ".join(context.cp_comm_type)
             idle["attention_backend"] = f"--cp-comm-type {kinds} has a kernel of its own"
-    if dp * cp == 1:
-        idle |= dict.fromkeys(config.replicas.flatten(), "there is one replica")
+    return idle | _idle_sharing(config)
+
+
+def _idle_sharing(config: RunConfig) -> dict[str, str]:
+    """Return the settings of replicas, and of optimizer states on the host, that change nothing."""
+    replicas, idle = config.replicas, dict[str, str]()
+    if config.data_parallel_size * config.parallel.context_parallel_size == 1:
+        names = set(replicas.flatten()) - {"init_model_with_meta_device"}
+        idle |= dict.fromkeys(sorted(names), "there is one replica")
+    elif replicas.shards_gradients:
+        why = "where gradients are shared out, a bucket is a layer"
+        idle |= dict.fromkeys(("ddp_bucket_size", "ddp_num_buckets"), why)
+        if replicas.shards_weights:
+            idle["overlap_param_gather"] = "a layer's weights are always gathered ahead"
+    pins = ("pin_cpu_grads", "pin_cpu_params")
+    if not config.optimizer.optimizer_cpu_offload:
+        names = {"optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", *pins}
+        idle |= dict.fromkeys(sorted(names), "no --optimizer-cpu-offload")
+    elif config.process.device == "cpu":
+        idle |= dict.fromkeys(pins, "the device is the CPU")
     return idle
 
 

@@ -49,6 +49,11 @@ def world_holds_the_layout(config: RunConfig, origins: Origins) -> None:
     parallel.grids(world)
 
 
+def instances_share_the_replicas(config: RunConfig, origins: Origins) -> None:
+    """Each instance of the optimizer gets equally many replicas, and more than one."""
+    _ = config.shares
+
+
 def heads_divide_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
     """Every tensor-parallel rank gets whole heads; groups are split or repeated."""
     check_tensor_heads(config.model, config.parallel.tensor_model_parallel_size)
@@ -142,6 +147,7 @@ def schedule_goes_with_the_stages(config: RunConfig, origins: Origins) -> None:
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     world_holds_the_layout,
+    instances_share_the_replicas,
     heads_divide_over_tensor_ranks,
     widths_divide_over_tensor_ranks,
     vocabulary_divides_over_tensor_ranks,

@@ -222,8 +222,9 @@ class Job:
         if config.training.skip_train:
             return None, None
         optimizer = build_run_optimizer(config, chunks, self.mesh)
-        for line in optimizer.describe():
-            self.say(f"optimizer group {line}")
+        groups = [f"optimizer group {line}" for line in optimizer.describe()]
+        for line in (*startup.sharing_lines(config), *groups):
+            self.say(line)
         return optimizer, config.learning_schedule
 
     def _is_complete(self, state: TrainState) -> bool:

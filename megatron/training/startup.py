@@ -74,6 +74,21 @@ def environment_lines(mesh: Mesh) -> list[str]:
     return lines
 
 
+def sharing_lines(config: RunConfig) -> list[str]:
+    """Return what replicas share out, in at most one line."""
+    shares, strategy = config.shares, config.replicas.data_parallel_sharding_strategy
+    if shares == 1:
+        return []
+    what = {
+        "optim": "optimizer states",
+        "optim_grads": "optimizer states and gradients",
+        "optim_grads_params": "optimizer states, gradients and weights",
+    }[strategy]
+    groups = config.replicas.num_distributed_optimizer_instances
+    held = f", in {groups} groups that hold the same" if groups > 1 else ""
+    return [f"replicas share out {what}: {shares} shares ({strategy}){held}"]
+
+
 def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a line with the backend of each op, and why a package's better one was passed over.
 

@@ -85,6 +85,28 @@ def test_what_a_layout_cannot_hold_names_layouts_that_work(
         assert plan(f"{flags_of(layout)} {flags} {other}").left_out == ()
 
 
+@pytest.mark.parametrize("flags", ["--use-distributed-optimizer", "--use-megatron-fsdp"])
+def test_instances_of_the_optimizer_share_the_replicas(flags: str) -> None:
+    text = f"--dry-run-world-size 12 {flags} --num-distributed-optimizer-instances"
+    assert plan(f"{text} 3 --global-batch-size 24").config.shares == 4
+    message = refused(f"{text} 5 --global-batch-size 24")
+    assert "(5) must divide the 12 ranks" in message and "choose one of 1, 2, 3, 4, 6" in message
+    assert "leaves each instance one of the 12" in refused(f"{text} 12 --global-batch-size 24")
+
+
+def test_settings_of_sharing_that_change_nothing_are_named() -> None:
+    def idle(text: str) -> set[str]:
+        run = plan(f"--dry-run-world-size 2 --global-batch-size 4 {text}")
+        return {words.split()[0] for words in run.no_effect}
+
+    unused = "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads"
+    assert len(idle(unused)) == len(idle("")) + 3
+    sharded = "--use-megatron-fsdp --ddp-bucket-size 100 --overlap-param-gather"
+    assert {"--ddp-bucket-size", "--overlap-param-gather"} <= idle(sharded)
+    useful = "--use-distributed-optimizer --overlap-param-gather"
+    assert "--overlap-param-gather" not in idle(useful)
+
+
 def test_a_size_of_zero_is_wrong_by_itself() -> None:
     for axis, flag in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("cp", "context")):
         message = refused(flags_of(f"4: {axis}0"))

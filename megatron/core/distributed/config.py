@@ -97,15 +97,24 @@ class DataParallelConfig(Config):
         """Return into how many shares ``replicas`` ranks divide what they share out.
 
         Raises:
-            UserError: the replicas do not divide into --num-distributed-optimizer-instances.
+            UserError: the replicas do not divide into --num-distributed-optimizer-instances, or
+                each instance would be one rank.
         """
         groups = self.num_distributed_optimizer_instances
+        if self.data_parallel_sharding_strategy == "no_shard":
+            return 1
         if replicas % groups:
             raise UserError(
                 f"--num-distributed-optimizer-instances ({groups}) must divide the {replicas} "
-                "ranks of data x context parallelism; choose a divisor"
+                f"ranks of data x context parallelism; choose one of {_listed(replicas)}"
             )
-        return 1 if self.data_parallel_sharding_strategy == "no_shard" else replicas // groups
+        if replicas == groups > 1:
+            raise UserError(
+                f"--num-distributed-optimizer-instances ({groups}) leaves each instance one of the "
+                f"{replicas} ranks of data x context parallelism, with nobody to share with; "
+                f"choose one of {_listed(replicas)}"
+            )
+        return replicas // groups
 
     def bucket_size(self, numel: int, replicas: int) -> int | None:
         """Return the elements after which a bucket of ``numel`` gradients is closed.
@@ -120,3 +129,8 @@ class DataParallelConfig(Config):
         if self.ddp_bucket_size is not None:
             return self.ddp_bucket_size
         return max(40_000_000, 1_000_000 * replicas) if self.overlap_grad_reduce else None
+
+
+def _listed(replicas: int) -> str:
+    """Return the numbers of instances that leave each of them several of ``replicas`` ranks."""
+    return ", ".join(str(n) for n in range(1, replicas // 2 + 1) if replicas % n == 0) or "1"

@@ -124,7 +124,7 @@ class OptimizerConfig(Config):
         if self.optimizer_cpu_offload and self.optimizer == "muon":
             raise UserError(
                 "--optimizer-cpu-offload does not go with --optimizer muon, whose products are for "
-                "the device; share its states out with --use-distributed-optimizer, or use adam"
+                "the device; drop it (--use-distributed-optimizer shares states out), or use adam"
             )
         check_at_most(self, MOST_STEPS, "muon_num_ns_steps")
         momenta = ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2")
