@@ -10,6 +10,8 @@ from tests.harness import Pool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for distributed tests; started by the first job."""
-    workers = Pool(preload=["megatron.training.verification.equality", "pretrain_gpt"])
+    # Torch's sharding takes long to import: once for all workers.
+    preload = ["megatron.training.verification.equality", "pretrain_gpt"]
+    workers = Pool(preload=[*preload, "megatron.core.distributed.torch_fsdp"])
     yield workers
     workers.close()

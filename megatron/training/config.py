@@ -425,6 +425,11 @@ class RunConfig(Config):
         return self.replicas.shares(ranks)
 
     @property
+    def shared_by_torch(self) -> bool:
+        """Return whether it is torch's ``fully_shard`` that shares weights out."""
+        return self.replicas.use_torch_fsdp2 and self.shares > 1
+
+    @property
     def placement(self) -> Placement:
         """Return where the stages of the pipeline live."""
         ranks = self.parallel.pipeline_model_parallel_size

@@ -171,8 +171,13 @@ def _idle_sharing(config: RunConfig) -> dict[str, str]:
     elif replicas.shards_gradients:
         why = "where gradients are shared out, a bucket is a layer"
         idle |= dict.fromkeys(("ddp_bucket_size", "ddp_num_buckets"), why)
-        if replicas.shards_weights:
+        if replicas.use_torch_fsdp2:
+            names = {"overlap_grad_reduce", "overlap_param_gather"}
+            idle |= dict.fromkeys(sorted(names), "with --use-torch-fsdp2 torch overlaps by itself")
+        elif replicas.shards_weights:
             idle["overlap_param_gather"] = "a layer's weights are always gathered ahead"
+    if not replicas.use_torch_fsdp2:
+        idle["torch_fsdp2_reshard_after_forward"] = "no --use-torch-fsdp2"
     pins = ("pin_cpu_grads", "pin_cpu_params")
     if not config.optimizer.optimizer_cpu_offload:
         names = {"optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", *pins}

@@ -145,6 +145,20 @@ def schedule_goes_with_the_stages(config: RunConfig, origins: Origins) -> None:
     assert config.pipeline.schedule(config.placement, 1)
 
 
+def torch_shards_whole_models(config: RunConfig, origins: Origins) -> None:
+    """What torch's fully_shard shares out is a model in one piece, whose backwards autograd runs.
+
+    Megatron-LM refuses a pipeline too.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    if config.replicas.use_torch_fsdp2 and stages > 1:
+        raise UserError(
+            "--use-torch-fsdp2 does not go with --pipeline-model-parallel-size "
+            f"({stages}), whose schedules take a backward apart; use --use-megatron-fsdp, which "
+            "shares out the same on any schedule"
+        )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     world_holds_the_layout,
     instances_share_the_replicas,
@@ -156,6 +170,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     experts_need_an_expert_model,
     sequence_divides,
     context_can_communicate,
+    torch_shards_whole_models,
 )
 
 

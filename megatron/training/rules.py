@@ -330,6 +330,28 @@ def offloaded_layers_are_in_one_stage(config: RunConfig, origins: Origins) -> No
         )
 
 
+def torch_cuts_rows(config: RunConfig, origins: Origins) -> None:
+    """A rule that needs whole matrices has none where torch cuts each by rows."""
+    if config.replicas.use_torch_fsdp2 and "muon" in config.optimizer.rules:
+        raise UserError(
+            "--use-torch-fsdp2 cuts every matrix by rows, and --optimizer muon needs whole ones; "
+            "use --use-distributed-optimizer, which deals out whole matrices, or --optimizer adam"
+        )
+
+
+def torch_keeps_one_dtype(config: RunConfig, origins: Origins) -> None:
+    """Under torch's fully_shard weights and gradients are kept in fp32, without masters."""
+    if not config.replicas.use_torch_fsdp2:
+        return
+    for name in ("main_grads_dtype", "main_params_dtype"):
+        value = getattr(config.precision, name)
+        if value != "fp32":
+            raise UserError(
+                f"{flag(name)} {value} does not go with --use-torch-fsdp2, under which torch keeps "
+                "weights and gradients in fp32; leave it out, or use --use-megatron-fsdp"
+            )
+
+
 def saved_experts_exist(config: RunConfig, origins: Origins) -> None:
     """Parts of experts are recomputed or offloaded where there are experts."""
     recompute, offload = config.model.recompute, config.model.offload
@@ -366,6 +388,8 @@ RULES: tuple[Rule, ...] = (
     shared_activations_have_sharers,
     offloaded_layers_are_in_one_stage,
     saved_experts_exist,
+    torch_cuts_rows,
+    torch_keeps_one_dtype,
 )
 
 

@@ -86,7 +86,8 @@ def sharing_lines(config: RunConfig) -> list[str]:
     }[strategy]
     groups = config.replicas.num_distributed_optimizer_instances
     held = f", in {groups} groups that hold the same" if groups > 1 else ""
-    return [f"replicas share out {what}: {shares} shares ({strategy}){held}"]
+    way = "torch's fully_shard" if config.shared_by_torch else strategy
+    return [f"replicas share out {what}: {shares} shares ({way}){held}"]
 
 
 def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:

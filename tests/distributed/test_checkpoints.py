@@ -54,6 +54,8 @@ LAYOUTS = {
     "dp2": (2, "--use-distributed-optimizer --overlap-param-gather"),
     "dp4": (4, "--use-megatron-fsdp --overlap-grad-reduce"),
     "tp2 dp2": (4, f"{TP2} --data-parallel-sharding-strategy optim_grads --sequence-parallel"),
+    "dp2 v-torch": (2, "--use-torch-fsdp2"),
+    "tp2 dp2 v-torch": (4, f"{TP2} --use-torch-fsdp2 --sequence-parallel"),
     "dp4 v2-instances": (4, "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
 }
 
@@ -93,7 +95,7 @@ def assert_equal(found: Path, expected: Path) -> None:
         torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10 * largest)
 
 
-@pytest.mark.parametrize("layout", ["tp2 pp2", "pp2 v", "cp2 dp2", "dp2", "dp4"])
+@pytest.mark.parametrize("layout", ["tp2 pp2", "pp2 v", "cp2 dp2", "dp2", "dp4", "dp2 v-torch"])
 def test_the_same_layout_goes_on_bit_for_bit_with_dropout(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
@@ -122,6 +124,8 @@ def test_the_same_layout_goes_on_bit_for_bit_with_dropout(
         ("dp4", "tp2 dp2"),
         ("tp2 dp2", "dp4 v2-instances"),
         ("dp4 v2-instances", "pp2 v"),
+        ("dp4", "dp2 v-torch"),
+        ("tp2 dp2 v-torch", "pp2 vpp2 dp2"),
     ],
 )
 def test_another_layout_goes_on_as_one_process(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from megatron.core.mesh import Mesh
@@ -70,7 +71,9 @@ def train(
 
     def overflow(parameter: torch.nn.Parameter) -> None:
         if iteration == OVERFLOWS and parameter.grad is not None:
-            parameter.grad.view(-1)[0] = torch.inf
+            grad = parameter.grad
+            mine = grad.to_local() if isinstance(grad, DTensor) else grad
+            mine.view(-1)[0] = torch.inf
 
     if rank == culprit:  # a matrix that tensor-parallel ranks hold parts of
         named = chunks[0].named_parameters()
@@ -106,6 +109,7 @@ SHARED = [
     {"world_size": 2, "data_parallel_sharding_strategy": strategy}
     for strategy in ("optim", "optim_grads", "optim_grads_params")
 ]
+SHARED.append({"world_size": 2, "use_torch_fsdp2": True})
 """An element is in the share of one rank, which alone sees that it overflowed."""
 
 

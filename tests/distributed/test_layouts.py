@@ -63,6 +63,9 @@ LAYOUTS = {
         dp3 optim_grads_params --init-model-with-meta-device; dp4 optim_grads_params overlap
         dp4 optim --num-distributed-optimizer-instances 2; cp2 optim_grads overlap
         dp4 optim_grads_params --num-distributed-optimizer-instances 2
+        dp2 torch_fsdp2; dp3 torch_fsdp2 --init-model-with-meta-device; cp2 torch_fsdp2
+        dp2 torch_fsdp2 --torch-fsdp2-no-reshard-after-forward; tp2 sp dp2 torch_fsdp2
+        dp4 torch_fsdp2 --num-distributed-optimizer-instances 2
         pp2 zb-h1 dp2 optim_grads overlap; pp2 zb-v dp2 optim --overlap-param-gather
         tp2 sp pp2 zb-v dp2 optim_grads_params overlap; pp2 dp2 optim --ddp-num-buckets 3
         tp2 sp pp2 vpp2 dp2 optim_grads_params; tp2 sp pp2 vpp2 cp2 dp2 optim_grads
@@ -75,7 +78,8 @@ LAYOUTS = {
         tp4 sp cp2; tp2 sp cp2 pp2; tp4 sp pp4; tp2 sp pp2 vpp2 dp2 --use-tp-pp-dp-mapping
         tp2 pp2 cp2 a2a --pipeline-model-parallel-layout 'Ettt|tL'
         tp4 sp pp2 zb-v --tp-comm-overlap; tp4 sp dp2 optim; tp4 sp dp2 optim_grads_params overlap
-        pp2 zb-v dp2 optim_grads_params; cp2 dp2 optim_grads_params
+        pp2 zb-v dp2 optim_grads_params; cp2 dp2 optim_grads_params; dp4 torch_fsdp2
+        tp2 sp cp2 torch_fsdp2 --tp-comm-overlap
     """,
     "one-group": """
         tp2; tp8 sp; cp2 a2a; tp2 cp4 a2a+p2p; tp2 sp pp2 gpipe cp2 all_gather
@@ -92,10 +96,11 @@ LAYOUTS = {
         tp2 sp cp2 pp2 zb-v
     """,
     "pieces": """
-        tp2; tp2 sp pp2 zb-v; cp2 tp2 sp; tp4 pp2 zb-h1
+        tp2; tp2 sp pp2 zb-v; cp2 tp2 sp; tp4 pp2 zb-h1; tp2 sp dp2 torch_fsdp2
     """,
     "recomputed": """
         dp2 optim_grads_params; pp2 dp2 optim_grads_params overlap; pp2 zb-v dp2 optim_grads_params
+        dp2 torch_fsdp2
     """,
     "offloaded": "dp3 optim; tp2 sp pp2 dp2 optim_grads_params",
     "packed-means": """

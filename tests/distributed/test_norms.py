@@ -33,6 +33,7 @@ LAYOUTS = {
     "tp4 dp2 optim_grads": (8, f"{TP4} --data-parallel-sharding-strategy optim_grads"),
     "tp4 pp2 dp2": (16, f"{TP4} {PP2}"),
     "pp2 dp4 all": (8, f"{PP2} --use-megatron-fsdp --num-distributed-optimizer-instances 2"),
+    "tp4 dp2 by torch": (8, f"{TP4} --use-torch-fsdp2"),
     "host": (2, "--use-distributed-optimizer --optimizer-cpu-offload"),
 }
 

@@ -5,6 +5,7 @@ and sums over replicas are rounded in another order; what may come of that is bo
 iterations' losses and norms beside those of replicas that share nothing out.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,8 @@ RECOMPUTED = {
     "selective": "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
 }
 LAYOUT = "dp2 overlap"
+TORCH = "torch_fsdp2"
+"""Word for torch's fully_shard, whose sums in half precision are bounded in `test_torch_fsdp`."""
 PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 1e-6),
     "bf16": ({"bf16": True}, 1e-6),
@@ -78,7 +81,7 @@ def configs(strategy: str, recomputed: str) -> tuple[RunConfig, RunConfig]:
 
 
 @pytest.mark.parametrize("recomputed", RECOMPUTED)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, TORCH])
 def test_float64_equals_the_serial_run(runs: Runs, strategy: str, recomputed: str) -> None:
     config, reference = configs(strategy, recomputed)
     apart = compare(runs.of(config), runs.of(reference))
@@ -104,8 +107,10 @@ def test_other_precisions_stay_within_a_bound(runs: Runs, precision: str, strate
 
 
 @pytest.mark.parametrize("recomputed", [name for name in RECOMPUTED if name != "kept"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [*itertools.product(STRATEGIES, PRECISIONS), (TORCH, "fp32"), (TORCH, "bf16")],
+)
 def test_recomputation_changes_no_bit(
     runs: Runs, precision: str, strategy: str, recomputed: str
 ) -> None:

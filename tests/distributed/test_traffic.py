@@ -97,6 +97,22 @@ LAYOUTS: list[tuple[int, str]] = [
         "--ddp-bucket-size 900 --qk-layernorm --apply-wd-to-qk-layernorm --softmax-type learnable",
     ),
     (4, f"{PP} 2 {SCHEDULES['zb-v']} --ddp-num-buckets 3 --overlap-grad-reduce"),
+    (3, "--use-torch-fsdp2 --bf16 --qk-layernorm --decoupled-lr 1e-2 --apply-wd-to-qk-layernorm"),
+    (2, "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward --bf16 --grad-reduce-in-bf16"),
+    (4, f"--use-torch-fsdp2 {TP} 2 --sequence-parallel {LLAMA} --num-query-groups 1 --bf16"),
+    (4, f"--use-torch-fsdp2 --num-distributed-optimizer-instances 2 {CP} 2"),
+    *(
+        (2, f"--use-torch-fsdp2 {words} --position-embedding-type rope --mtp-num-layers {depths}")
+        for words in ("", "--untie-embeddings-and-output-weights")
+        for depths in (1, 2)
+    ),
+    *(
+        (2, f"--use-torch-fsdp2 {words} --position-embedding-type rope --mtp-num-layers 3")
+        for words in (
+            "--torch-fsdp2-no-reshard-after-forward",
+            "--torch-fsdp2-no-reshard-after-forward --untie-embeddings-and-output-weights",
+        )
+    ),
     (4, f"{TP} 2 --sequence-parallel {CP} 2 --cp-comm-type a2a {LLAMA}"),
     (4, f"{TP} 2 --sequence-parallel {CP} 2 --cp-comm-type a2a p2p all_gather a2a {LATENT}"),
     (4, f"{TP} 2 {PP} 2 {SCHEDULES['interleaved']} --ddp-bucket-size 1500"),

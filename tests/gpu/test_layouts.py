@@ -45,6 +45,8 @@ LAYOUTS = [
     ("packed", "cp2"),
     ("gpt2", "dp2 overlap --ddp-bucket-size 900"),
     ("latent", "tp2 sp"),
+    ("gpt2", "dp2 torch_fsdp2"),
+    ("llama", "dp2 torch_fsdp2 --torch-fsdp2-no-reshard-after-forward"),
 ]
 LARGE = [("llama", "tp2 sp pp2"), ("gpt2", "tp2 pp2 zb-v dp2 overlap --ddp-bucket-size 900")]
 

@@ -10,6 +10,9 @@ from megatron.core.pipeline_parallel.schedules import ScheduleName, make_schedul
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.training.arguments import Invocation
 from megatron.training.config import RunConfig
+from megatron.training.plan import traffic
+from megatron.training.plan.memory import MemoryPlan
+from tests.unit.test_rules import plan
 from tools import preprocess_data, show_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +126,36 @@ def test_the_table_of_schedules_is_what_the_simulator_finds(p: int, m: int, v: i
         less = {"1f1b": 1.0, "interleaved": 2 / v}.get(schedule, 0.0)
         assert ("less on each next" in rest) == (less > 0)
         assert peaks == pytest.approx([peaks[0] - rank * less for rank in range(p)])
+
+
+def shared_out() -> dict[str, list[str]]:
+    """Return the cells of the table of what replicas share out, by flags."""
+    page = (FOLDER / "data.md").read_text(encoding="utf-8")
+    table = page.partition("| flags | shared out |")[2].partition("\n\n")[0]
+    cells = [[c.strip() for c in row.strip("|").split("|")] for row in table.split("\n")[2:]]
+    return {row[0].strip("`").replace("none", ""): row[2:] for row in cells}
+
+
+def test_the_table_of_what_is_shared_out_is_what_plans_say() -> None:
+    """A model whose rows divide, and that is hardly padded."""
+    table, ranks, count = shared_out(), 4, 3
+    assert len(table) == 6
+    for flags, (half, full, moved) in table.items():
+        for precision, formula, w in (("--bf16", half, 2), ("", full, 4)):
+            config = plan(
+                "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --vocab-size 1023 "
+                "--untie-embeddings-and-output-weights --global-batch-size 24 "
+                f"--dry-run-world-size {ranks} {precision} {flags}"
+            ).config
+            (rank,) = MemoryPlan(config, 1024).ranks()
+            held = sum(rank.fixed.values()) / rank.parameters
+            assert held == pytest.approx(value(formula, R=ranks), rel=1e-3)
+            costs = traffic.expected(config, 1024, count, {"pp": 0})
+            sent = sum(
+                traffic.wire_bytes(op, cost.bytes, ranks)
+                for (axis, op), cost in costs.items()
+                if axis == "dp_cp"
+            )
+            per_parameter = sent / rank.parameters * ranks / (ranks - 1)
+            expected = value(moved, g=4, w=w, m=count)
+            assert per_parameter == pytest.approx(expected, rel=1e-3), flags

@@ -157,6 +157,36 @@ def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
         ("--ckpt-step 3", ("--ckpt-step (3)", "--load")),
         ("--exit-on-missing-checkpoint", ("--load",)),
         ("--profile --profile-ranks 0 4", ("--profile-ranks", "4", "0 to 0")),
+        (
+            "--use-torch-fsdp2 --dry-run-world-size 4 --pipeline-model-parallel-size 2",
+            (
+                "--use-torch-fsdp2 does not go with --pipeline-model-parallel-size (2)",
+                "use --use-megatron-fsdp",
+                "this works: --pipeline-model-parallel-size 1",
+            ),
+        ),
+        (
+            "--use-torch-fsdp2 --dry-run-world-size 2 --optimizer muon",
+            ("--optimizer muon needs whole ones", "use --use-distributed-optimizer"),
+        ),
+        (
+            "--use-torch-fsdp2 --dry-run-world-size 2 --bf16 --use-precision-aware-optimizer "
+            "--main-grads-dtype bf16",
+            ("--main-grads-dtype bf16 does not go with --use-torch-fsdp2", "--use-megatron-fsdp"),
+        ),
+        (
+            "--use-torch-fsdp2 --dry-run-world-size 2 --bf16 --use-precision-aware-optimizer "
+            "--main-params-dtype fp16",
+            ("--main-params-dtype fp16 does not go with --use-torch-fsdp2",),
+        ),
+        (
+            "--use-torch-fsdp2 --use-megatron-fsdp",
+            ("--use-torch-fsdp2 and --use-megatron-fsdp", "drop one"),
+        ),
+        (
+            "--use-torch-fsdp2 --data-parallel-sharding-strategy optim",
+            ("--data-parallel-sharding-strategy optim does not", "--use-megatron-fsdp in place"),
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(text: str, parts: tuple[str, ...]) -> None:
@@ -305,6 +335,15 @@ def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
         ),
         ("--overlap-grad-reduce", "--overlap-grad-reduce (there is one replica)"),
         ("--ddp-bucket-size 8", "--ddp-bucket-size (there is one replica)"),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2 (there is one replica)"),
+        (
+            "--use-torch-fsdp2 --dry-run-world-size 2 --overlap-param-gather",
+            "--overlap-param-gather (with --use-torch-fsdp2 torch overlaps",
+        ),
+        (
+            "--torch-fsdp2-no-reshard-after-forward --dry-run-world-size 2",
+            "--torch-fsdp2-reshard-after-forward (no --use-torch-fsdp2)",
+        ),
         ("--distributed-timeout-minutes 20", "--distributed-timeout-minutes (there is one process"),
         ("--tp-comm-overlap", "--tp-comm-overlap (--tensor-model-parallel-size is 1)"),
         (
@@ -369,6 +408,8 @@ def test_settings_that_count_are_not_listed() -> None:
         "--flight-recorder-dump-path x --flight-recorder-include-stack-trace"
     )
     assert plan(layout).no_effect == ()
+    shared = "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward --dry-run-world-size 4"
+    assert plan(f"{shared} --num-distributed-optimizer-instances 2").no_effect == ()
     scaled = "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2"
     assert plan(f"{rotary} rope {scaled}").no_effect == ()
 

@@ -16,7 +16,7 @@ class DataParallelConfig(Config):
 
     data_parallel_sharding_strategy: Strategy = option(
         derived="no_shard; optim with --use-distributed-optimizer; optim_grads_params with "
-        "--use-megatron-fsdp"
+        "--use-megatron-fsdp or --use-torch-fsdp2"
     )
     """What replicas share out: nothing, optimizer states, gradients too, or weights too."""
 
@@ -25,6 +25,16 @@ class DataParallelConfig(Config):
 
     use_megatron_fsdp: bool = option(False)
     """Share out what --data-parallel-sharding-strategy says; everything when that is absent."""
+
+    use_torch_fsdp2: bool = option(False)
+    """Share everything out by torch's fully_shard, which cuts each parameter by rows and keeps
+    weights in fp32."""
+
+    torch_fsdp2_reshard_after_forward: bool = option(
+        True, aliases={"--torch-fsdp2-no-reshard-after-forward": False}
+    )
+    """Under --use-torch-fsdp2, give weights up after a forward and gather them again for its
+    backward."""
 
     num_distributed_optimizer_instances: int = option(1)
     """Groups of replicas; each shares out a whole set of states, and groups hold the same."""
@@ -48,9 +58,9 @@ class DataParallelConfig(Config):
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the two switches choose what is shared out."""
+        """Let the switches choose what is shared out."""
         strategy = "no_shard"
-        if values["use_megatron_fsdp"]:
+        if values["use_megatron_fsdp"] or values["use_torch_fsdp2"]:
             strategy = "optim_grads_params"
         elif values["use_distributed_optimizer"]:
             strategy = "optim"
@@ -66,6 +76,7 @@ class DataParallelConfig(Config):
                 f"({self.ddp_num_buckets}) both set the buckets; keep one"
             )
         strategy = self.data_parallel_sharding_strategy
+        self._check_torch_fsdp2()
         if self.use_distributed_optimizer and strategy == "no_shard":
             raise UserError(
                 "--use-distributed-optimizer shares out optimizer states, "
@@ -81,6 +92,22 @@ class DataParallelConfig(Config):
                 "--num-distributed-optimizer-instances "
                 f"({self.num_distributed_optimizer_instances}) needs something that is shared out: "
                 "add --use-distributed-optimizer or leave it at 1"
+            )
+
+    def _check_torch_fsdp2(self) -> None:
+        if not self.use_torch_fsdp2:
+            return
+        if self.use_megatron_fsdp:
+            raise UserError(
+                "--use-torch-fsdp2 and --use-megatron-fsdp are two ways to share out the same; "
+                "drop one"
+            )
+        strategy = self.data_parallel_sharding_strategy
+        if strategy != "optim_grads_params":
+            raise UserError(
+                "--use-torch-fsdp2 shares out weights, gradients and states, "
+                f"--data-parallel-sharding-strategy {strategy} does not; drop that, or share out "
+                "less with --use-megatron-fsdp in place of --use-torch-fsdp2"
             )
 
     @property

@@ -55,6 +55,8 @@ class Item:
     group: Grouped
     """Optimizer group. Groups lie in alphabetical order, and those of different rules share no
     buffer."""
+    rows: int = 1
+    """Size of the first dim, where that is cut (`rows`)."""
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,29 @@ def plan_buffers(
         bucket_size: elements after which a bucket is closed; absent, a buffer is one bucket.
         shares: ranks that update a share of each bucket, among which whole matrices are dealt out.
     """
-    keyed: dict[tuple[Hashable, str], list[int]] = {}
-    for index, item in enumerate(items):
-        keyed.setdefault((item.key, item.group.rule), []).append(index)
     plans = []
-    for (key, rule), indices in keyed.items():
-        ordered = sorted(indices, key=lambda index: (items[index].group.name, -index))
+    for (key, rule), indices in by_buffer(items).items():
+        ordered = in_order(items, indices)
         if shares > 1 and items[indices[0]].group.needs_whole:
             slots, buckets = _place_whole(items, ordered, shares, bucket_size)
         else:
             slots, buckets = _place(items, ordered, data_size, bucket_size)
-        segments = _segments(items, slots)
+        segments = segments_of(items, slots)
         plans.append(BufferPlan(key, slots, segments, buckets, buckets[-1][1], rule))
     return plans
+
+
+def by_buffer(items: Sequence[Item]) -> dict[tuple[Hashable, str], list[int]]:
+    """Return the numbers of the items of each buffer, by key and update rule."""
+    keyed: dict[tuple[Hashable, str], list[int]] = {}
+    for index, item in enumerate(items):
+        keyed.setdefault((item.key, item.group.rule), []).append(index)
+    return keyed
+
+
+def in_order(items: Sequence[Item], indices: Sequence[int]) -> list[int]:
+    """Return items of one buffer in the order of their places."""
+    return sorted(indices, key=lambda index: (items[index].group.name, -index))
 
 
 _Places = tuple[tuple[Slot, ...], tuple[Range, ...]]
@@ -175,8 +187,8 @@ def _place_whole(
     return tuple(sorted(slots, key=lambda slot: slot.start)), tuple(buckets)
 
 
-def _segments(items: Sequence[Item], slots: Sequence[Slot]) -> tuple[tuple[str, Range], ...]:
-    """Return the runs of slots of one group."""
+def segments_of(items: Sequence[Item], slots: Sequence[Slot]) -> tuple[tuple[str, Range], ...]:
+    """Return the runs of slots of one optimizer group, with its name."""
     runs: list[tuple[str, Range]] = []
     for slot in slots:
         group = items[slot.index].group.name

@@ -1,6 +1,7 @@
 """What a training step, an optimizer and checkpoints ask of whatever makes replicas one.
 
-`data_parallel.DataParallel` does it with flat buffers.
+`data_parallel.DataParallel` does it with flat buffers, `torch_fsdp.TorchFsdp` with torch's
+``fully_shard``.
 """
 
 from collections.abc import Iterator, Sequence

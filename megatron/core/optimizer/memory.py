@@ -31,6 +31,8 @@ def predict(
     precision: PrecisionConfig,
     strategy: Strategy = "no_shard",
     shares: int = 1,
+    *,
+    by_torch: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of a rank that holds the buffers of ``plans``, by category.
 
@@ -42,13 +44,18 @@ def predict(
         precision: dtypes.
         strategy: what replicas share out.
         shares: into how many shares.
+        by_torch: torch's ``fully_shard`` does it, which keeps weights and gradients alike, and as
+            fine as masters.
     """
+    weight, gradient = precision.params_dtype, precision.grad_dtype
+    if by_torch:
+        weight = gradient = precision.main_dtype
     size = sum(plan.size for plan in plans)
     share = divide(size, shares)
-    has_masters = precision.params_dtype != precision.main_dtype
+    has_masters = weight != precision.main_dtype
     weights = share if strategy == "optim_grads_params" else size
     gradients = share if strategy in ("optim_grads", "optim_grads_params") else size
-    master, gradient = BYTES[precision.main_dtype], BYTES[precision.grad_dtype]
+    master = BYTES[precision.main_dtype]
     masters = states = host = 0
     for plan in plans:
         mine = divide(plan.size, shares)
@@ -56,10 +63,10 @@ def predict(
         kept = state_bytes(plan.rule, config, precision)
         masters += (mine - away) * master if has_masters else 0
         states += (mine - away) * kept
-        host += away * (master + gradient + kept)
+        host += away * (master + BYTES[gradient] + kept)
     return {
-        "weights": weights * BYTES[precision.params_dtype],
-        "gradients": gradients * gradient,
+        "weights": weights * BYTES[weight],
+        "gradients": gradients * BYTES[gradient],
         "masters": masters,
         "states": states,
         "host": host,

@@ -252,17 +252,33 @@ def build_optimizer(
         replicas: how gradients are summed and what is shared out.
         fill: gives a parameter its values.
     """
-    data_parallel = DataParallel(
-        modules,
-        mesh,
-        getattr(torch, precision.grad_dtype),
-        group_of=groups.grouping(config),
-        config=replicas,
-        reduce_dtype=getattr(torch, precision.reduce_dtype),
-        fill=fill,
-    )
+    main, params = getattr(torch, precision.main_dtype), getattr(torch, precision.params_dtype)
+    reduced, group_of = getattr(torch, precision.reduce_dtype), groups.grouping(config)
+    data_parallel: Replicas
+    if replicas is not None and replicas.use_torch_fsdp2 and replicas.shares(mesh.dp_cp.size) > 1:
+        # Its parts of torch take longer to import than all else here.
+        from megatron.core.distributed import torch_fsdp
+
+        data_parallel = torch_fsdp.TorchFsdp(
+            modules,
+            mesh,
+            torch_fsdp.Dtypes(main, params, reduced),
+            group_of=group_of,
+            config=replicas,
+            fill=fill,
+        )
+    else:
+        data_parallel = DataParallel(
+            modules,
+            mesh,
+            getattr(torch, precision.grad_dtype),
+            group_of=group_of,
+            config=replicas,
+            reduce_dtype=reduced,
+            fill=fill,
+        )
     dtypes = Dtypes(
-        main=getattr(torch, precision.main_dtype),
+        main=main,
         computing=getattr(torch, precision.accumulation_dtype),
         states={name: getattr(torch, kept) for name, kept in precision.state_dtypes.items()},
     )

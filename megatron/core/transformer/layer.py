@@ -103,7 +103,8 @@ class Residual:
         self.place, self.probability = place, probability
         self.add = around.backends.bias_dropout_add
         last.adds_bias = not around.backends.fuses_residual_bias
-        self.bias_H = None if last.adds_bias else last.bias
+        # Asked for its bias each time: torch's fully_shard puts other parameters in place.
+        self.last = last
         # With sequence parallelism each rank drops its own tokens; else all ranks drop alike.
         self.split = (around.mesh.tp.coordinate,) if around.sequence_parallel else ()
 
@@ -111,8 +112,9 @@ class Residual:
         p, seed = 0.0, 0
         if self.probability and context.dropout is not None:
             p, seed = self.probability, context.dropout.at(self.place, *self.split)
+        bias_H = None if self.last.adds_bias else self.last.bias
         # The sum of an fp32 stream and a half is fp32.
-        return self.add(y_SBH, self.bias_H, x_SBH, p, seed)
+        return self.add(y_SBH, bias_H, x_SBH, p, seed)
 
 
 class TransformerLayer(nn.Module):

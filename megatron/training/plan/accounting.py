@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers, unit_of
+from megatron.core.distributed.rows import plan_rows
 from megatron.core.grid import key_value_sharers
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.groups import Traits, grouping
@@ -310,7 +311,7 @@ def buffer_items(
     for p in parameters:
         unit = unit_of(p.name) if by_unit else ""
         key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied, unit)
-        items.append(Item(p.name, p.numel, key, group_of(p.traits)))
+        items.append(Item(p.name, p.numel, key, group_of(p.traits), p.shape[0]))
     return items
 
 
@@ -338,9 +339,13 @@ def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[lis
     """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
     chunks = []
     replicas = config.data_parallel_size * config.parallel.context_parallel_size
-    by_unit = config.replicas.shards_gradients and config.shares > 1
+    by_torch = config.shared_by_torch
+    by_unit = config.replicas.shards_gradients and config.shares > 1 and not by_torch
     for held in chunk_parameters(config, padded_rows, pp_rank):
         items = buffer_items(held, config.optimizer, by_unit=by_unit)
+        if by_torch:
+            chunks.append(plan_rows(items, config.shares))
+            continue
         size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
         chunks.append(plan_buffers(items, replicas, size, shares=config.shares))
     return chunks

@@ -143,8 +143,12 @@ def _fixed(config: RunConfig, padded_rows: int) -> Iterator[tuple[int, dict[str,
             size = memory.BYTES[config.precision.params_dtype]
             yield parameters, {"weights": parameters * size}
         else:
-            strategy = config.replicas.data_parallel_sharding_strategy
-            yield (
-                parameters,
-                memory.predict(plans, config.optimizer, config.precision, strategy, config.shares),
+            fixed = memory.predict(
+                plans,
+                config.optimizer,
+                config.precision,
+                config.replicas.data_parallel_sharding_strategy,
+                config.shares,
+                by_torch=config.shared_by_torch,
             )
+            yield parameters, fixed

@@ -17,6 +17,8 @@ optimizer), of every buffer:
 An evaluation gathers as forwards do. Recomputed units of several layers gather all of them but the
 last once more in backward. Instances add their shares up, P / R elements, by an all-reduce over
 ``dp_outer``. Sums of regions, over ``tp``, ``kv_replica`` and ``ends``, are of a rank's own share.
+
+What torch's ``fully_shard`` moves is in `traffic_torch`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,7 @@ from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
+from megatron.training.plan import traffic_torch
 from megatron.training.plan.accounting import BufferKey, chunk_buffers
 from megatron.training.plan.traffic_passes import Book
 
@@ -35,8 +38,15 @@ def add_sums(
 ) -> None:
     """Add the sums of gradients and the gathers of new weights of one iteration."""
     shares, replicas = config.shares, config.replicas
+    if config.shared_by_torch:
+        traffic_torch.add_sums(book, config, padded_rows, count)
+        for plan, _ in _buffers(config, padded_rows, coordinates["pp"]):
+            book.add("dp_outer", "all_reduce", divide(plan.size, shares) * _kept(config))
+            _add_regions(book, config, plan, share_of(config, coordinates))
+        add_gathers(book, config, padded_rows, count, coordinates["pp"], trains=True)
+        return
     travelling = BYTES[config.precision.reduce_dtype]
-    axis = _axis(config)
+    axis = traffic_torch.sharing_axis(config)
     for plan, uses in _buffers(config, padded_rows, coordinates["pp"]):
         for start, stop in plan.buckets:
             size = (stop - start) * travelling
@@ -59,6 +69,9 @@ def add_gathers(
     """Add the gathers of weights that are shared out, for the passes of ``count`` microbatches."""
     if config.shares == 1 or not config.replicas.shards_weights:
         return
+    if config.shared_by_torch:
+        traffic_torch.add_gathers(book, config, padded_rows, count, trains=trains)
+        return
     weights = BYTES[config.precision.params_dtype]
     again = {f"decoder.layers.{layer}" for layer in _recomputed_early(config, pp_rank)}
     for plan, uses in _buffers(config, padded_rows, pp_rank):
@@ -66,11 +79,8 @@ def add_gathers(
         times = sum(uses)
         if trains:
             times += len(uses) + (plan.key.unit in again)
-        book.add(_axis(config), "all_gather", plan.size * weights, count * times)
-
-
-def _axis(config: RunConfig) -> str:
-    return "dp_inner" if config.replicas.num_distributed_optimizer_instances > 1 else "dp_cp"
+        axis = traffic_torch.sharing_axis(config)
+        book.add(axis, "all_gather", plan.size * weights, count * times)
 
 
 def share_of(config: RunConfig, coordinates: Mapping[str, int]) -> int:
@@ -81,7 +91,8 @@ def share_of(config: RunConfig, coordinates: Mapping[str, int]) -> int:
 
 
 def _kept(config: RunConfig) -> int:
-    return BYTES[config.precision.grad_dtype]
+    precision = config.precision
+    return BYTES[precision.main_dtype if config.shared_by_torch else precision.grad_dtype]
 
 
 def _add_regions(book: Book, config: RunConfig, plan: BufferPlan, coordinate: int) -> None:

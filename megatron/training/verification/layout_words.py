@@ -40,6 +40,7 @@ SWITCHES: Mapping[str, tuple[str, Any]] = {
     **{name: ("pipeline_schedule", name) for name in SCHEDULES},
     **{kind: ("cp_comm_type", (kind,)) for kind in KINDS},
     **{shared: ("data_parallel_sharding_strategy", shared) for shared in STRATEGIES[1:]},
+    "torch_fsdp2": ("use_torch_fsdp2", True),
 }
 BUCKET = 2000
 """Gradients of a bucket of a small run: enough buckets that some are summed before others."""

@@ -71,7 +71,9 @@ def own_layout(values: Mapping[str, Any]) -> OwnLayout | None:
         if size > BUCKET:
             smaller.append(f"{flag_of(RunConfig, 'ddp_bucket_size')} {BUCKET} ({size})")
     replicas = DataParallelConfig.resolve(**_given(values, DataParallelConfig))
-    shown = mine | {"data_parallel_sharding_strategy": replicas.data_parallel_sharding_strategy}
+    shown = dict(mine)
+    if not replicas.use_torch_fsdp2:  # a word of its own
+        shown["data_parallel_sharding_strategy"] = replicas.data_parallel_sharding_strategy
     words = [f"{word}{mine[name]}" for word, name in SIZES.items() if mine.get(name, 1) > 1]
     words += [word for word, (name, value) in SWITCHES.items() if shown.get(name) == value]
     alone = Layout(" ".join(words), 1, mine)
