@@ -38,7 +38,7 @@ def test_what_leaves_its_bounds_is_said(tmp_path: Path) -> None:
     assert narrow != script
     path = tmp_path / "precision.py"
     path.write_text(narrow.replace("Path(__file__).resolve().parent.parent", f'Path("{ROOT}")'))
-    words = [sys.executable, str(path), "--runs", "bf16", "--iterations", "20"]
+    words = [sys.executable, str(path), "--runs", "bf16", "--iterations", "30"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 1
     assert "out of bounds: bf16" in ended.stdout
