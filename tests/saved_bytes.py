@@ -33,13 +33,15 @@ class Meter:
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the memory of tensors that live anyway."""
-        self._known |= {x.untyped_storage().data_ptr() for x in tensors}
+        # By identity: the memory of what is shared out comes and goes.
+        self._known |= {x.untyped_storage()._cdata for x in tensors}
 
     def see(self, x: Tensor) -> Tensor:
         """Count the memory of ``x``, until nobody holds it."""
         storage = x.untyped_storage()
         at = storage.data_ptr()
-        if at not in self._known and at not in self._pieces and storage.nbytes():
+        known = storage._cdata in self._known or at in self._pieces
+        if not known and storage.nbytes():
             self._pieces[at] = storage.nbytes()
             self.now += storage.nbytes()
             self.most = max(self.most, self.now)

@@ -87,6 +87,8 @@ def read_metrics(lines: Iterable[str], run: Run, path: Path) -> None:
         if row.get("split") == "valid":
             run.add("valid_loss", iteration, row.get("lm_loss"))
             continue
+        if "planned_bytes" in row:  # a report of memory
+            continue
         resumed = attempt is not None and row.get("attempt", attempt) != attempt
         if resumed or (last is not None and iteration <= last):
             run.rewind(iteration)

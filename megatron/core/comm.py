@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core import held
 from megatron.core.mesh import Axis
 
 Op = Literal["sum", "max", "min"]
@@ -141,6 +142,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    held.see(out)
     all_gather_into(out, x, axis)
     return out
 
@@ -205,6 +207,7 @@ def shift(x: Tensor, axis: Axis) -> Arrival:
         return Arrival(x, x, [])
     _count(axis, "shift", x)
     out = torch.empty_like(x)
+    held.see(out)
     here = axis.coordinate
     # Both in one batch: neither gloo nor NCCL buffers a send.
     works = _transfer(

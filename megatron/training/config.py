@@ -125,6 +125,10 @@ class TrainingConfig(Config):
     manual_gc_eval: bool = option(True, aliases={"--disable-manual-gc-eval": False})
     """Under --manual-gc, collect at the start and end of an evaluation too."""
 
+    empty_unused_memory_level: int = option(0, choices=(0, 1, 2))
+    """Give memory that torch's allocator holds and nobody uses back to the device: 1 after
+    backwards and evaluations, 2 after the optimizer too; on CUDA."""
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let the global batch be one microbatch per replica, or the last of a given schedule."""
@@ -298,6 +302,9 @@ class LoggingConfig(Config):
     log_memory_to_tensorboard: bool = option(False)
     """Write memory use to TensorBoard."""
 
+    log_memory_interval: int | None = option(None)
+    """Iterations between reports of memory by category, each beside the bytes that were planned."""
+
     wandb_project: str | None = option(None)
     """Weights & Biases project; giving it turns W&B on."""
 
@@ -315,7 +322,12 @@ class LoggingConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(
-            self, 1, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size"
+            self,
+            1,
+            "log_interval",
+            "tensorboard_log_interval",
+            "tensorboard_queue_size",
+            "log_memory_interval",
         )
 
 

@@ -70,8 +70,10 @@ def open_set(
 class Evaluator:
     """Evaluates one model on sets of samples."""
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(
+        self, passes: Passes, empty_unused: Callable[[int], None] = lambda level: None
+    ) -> None:
+        self._passes, self._empty_unused = passes, empty_unused
 
     def run(self, held_out: EvaluationSet) -> dict[str, float]:
         """Return the losses by name, and move the set's position on; a collective."""
@@ -79,6 +81,7 @@ class Evaluator:
         self._passes.evaluate(held_out.batches.take(held_out.count), held_out.count, sums)
         held_out.consumed_samples += held_out.samples
         totals = sums.reduce()
+        self._empty_unused(1)
         return {LOSS: totals.loss, **totals.auxiliary_losses}
 
 

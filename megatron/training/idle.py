@@ -51,6 +51,8 @@ def _idle(config: RunConfig) -> dict[str, str]:
     if not config.training.exit_signal_handler:
         idle["exit_signal"] = "no --exit-signal-handler"
     idle |= _idle_evaluation(config)
+    if config.process.device == "cpu":
+        idle["empty_unused_memory_level"] = "--device is cpu"
     if not checkpoint.save:
         idle["log_progress"] = "no --save"
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatron.core import held
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
@@ -45,6 +46,9 @@ from megatron.training.failing.heartbeat import Pulse
 from megatron.training.failing.watchdog import Watchdog
 from megatron.training.garbage import Garbage
 from megatron.training.health import Health
+from megatron.training.memory_use.log import MemoryLog
+from megatron.training.memory_use.out_of_memory import explained
+from megatron.training.memory_use.use import MemoryUse
 from megatron.training.passes import ForwardStep, Passes
 from megatron.training.plan import accounting
 from megatron.training.planner import Planner
@@ -111,7 +115,7 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
             build = launch.local_rank == 0
             policy = BuildPolicy(build=build, timeout=config.data.index_build_timeout)
             job = Job(config, mesh, program, policy, say, clock, started)
-            job.pulse, job.watchdog = pulse, watch
+            job.pulse, job.watchdog, job.memory.origins = pulse, watch, run.origins
             if not config.training.exit_signal_handler:
                 return job.run()
             with ExitSignal(config.training.exit_signal) as job.signal:
@@ -158,11 +162,20 @@ class Job:
         self.watchdog: Watchdog | None = None
         self.attempt = 0
         self.flops_per_sample = 0
+        self.memory = MemoryUse(config, mesh)
         self.newest: Path | None = None
         """The newest checkpoint of this run."""
 
     def run(self) -> int:
-        """Build the parts, load, train, evaluate; return the exit code."""
+        """Build the parts, load, train, evaluate; return the exit code.
+
+        Raises:
+            RunFailed: training cannot go on, for want of memory too.
+        """
+        with held.counting() as self.memory.passing, explained(self.memory, self.pulse):
+            return self._run()
+
+    def _run(self) -> int:
         config = self.config
         startup.check_outputs(config)
         if not config.training.skip_train:
@@ -170,6 +183,7 @@ class Job:
         tokenizer = build_tokenizer(config.tokenizer)
         tensor_parallel = config.parallel.tensor_model_parallel_size
         vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)
+        self.memory.padded_rows = vocabulary.padded_rows
         self.flops_per_sample = accounting.flops_per_sample(
             config.model, config.data.seq_length, vocabulary.padded_rows
         )
@@ -185,6 +199,7 @@ class Job:
         self.pulse.untimed("building the model")
         chunks = self._build_model(vocabulary)
         optimizer, schedule = self._optimizer(chunks)
+        self.memory.optimizer = optimizer
         self.clock.lap("model")
         facts = RunFacts(
             config=config.flatten(),
@@ -316,6 +331,11 @@ class Job:
             message=message,
         )
 
+    @property
+    def _empty_unused(self) -> Callable[[int], None]:
+        level = self.config.training.empty_unused_memory_level
+        return memory.emptying(level, self.mesh.device)
+
     def _metrics(self, data: RunData, state: TrainState) -> Metrics:
         config, logging = self.config, self.config.logging
         facts = Facts(
@@ -375,7 +395,8 @@ class Job:
             for dataset, name in zip(data.valid, names, strict=True)
         ]
         test = [opened(data.test, "", "test", iterations)] if data.test is not None else []
-        return HeldOut(Evaluator(passes), validation, test, metrics, Garbage(config.training))
+        evaluator = Evaluator(passes, self._empty_unused)
+        return HeldOut(evaluator, validation, test, metrics, Garbage(config.training))
 
     def _trainer(
         self,
@@ -395,6 +416,7 @@ class Job:
             seed=config.training.seed,
             count_zeros=config.logging.log_num_zeros_in_grad,
             group_norms=config.logging.log_grad_norms_by_group,
+            empty_unused=self._empty_unused,
         )
         warn_of_space(config.checkpoint, self.mesh, chunks, optimizer, self.say)
         parts = Parts(
@@ -419,6 +441,7 @@ class Job:
             ),
             garbage=Garbage(config.training),
             replica_check=self._replica_check(optimizer),
+            report_memory=MemoryLog(self.memory, metrics, self.say).report,
             pulse=self.pulse,
             save=self._saver(chunks, optimizer, built.facts, state) if save_to else None,
             say=self.say,

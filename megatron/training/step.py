@@ -82,11 +82,13 @@ class TrainStep:
         seed: int,
         count_zeros: bool = False,
         group_norms: bool = False,
+        empty_unused: Callable[[int], None] = lambda level: None,
     ) -> None:
         self.passes, self.optimizer, self.health = passes, optimizer, health
         self.objective, self.timers = passes.objective, passes.timers
         self.mesh: Mesh = passes.mesh
         self.seed, self.count_zeros, self.group_norms = seed, count_zeros, group_norms
+        self.empty_unused = empty_unused
 
     def run(
         self,
@@ -126,6 +128,7 @@ class TrainStep:
             replicas.reduce_gradients()
         with self.timers.measure("all-reduce-totals", level=2):
             totals = sums.reduce(seen())
+        self.empty_unused(1)
         if not totals.is_finite:
             what = _where(totals)
             if self.optimizer.scaler.is_dynamic:
@@ -147,6 +150,7 @@ class TrainStep:
                 decoupled_lr=plan.decoupled_learning_rate,
                 count_zeros=self.count_zeros,
             )
+        self.empty_unused(2)
         return self._judge(plan, totals, update, norms)
 
     def _key(self, iteration: int, index: int) -> DropoutKey:

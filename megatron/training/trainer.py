@@ -52,6 +52,8 @@ class Parts:
     profiler: Profiler
     garbage: Garbage
     replica_check: ReplicaCheck | None
+    report_memory: Callable[[int], None]
+    """Tells what memory is held after an iteration; a collective of the world."""
     pulse: Pulse
     save: Callable[[TrainState, bool], None] | None
     """Writes a checkpoint of a state, told whether it is the last; None when nothing is saved."""
@@ -193,6 +195,9 @@ class Trainer:
         if iteration - self._started == MEMORY_SHOWN_AFTER:
             report = memory.report(self.mesh.device)
             self._say(log_line.memory_line(self.mesh.rank, iteration, report))
+        memory_interval = self.config.logging.log_memory_interval
+        if memory_interval is not None and iteration % memory_interval == 0:
+            self.parts.report_memory(iteration)
         if iteration % interval:
             return
         self.parts.metrics.print_line()

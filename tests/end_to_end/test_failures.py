@@ -69,6 +69,11 @@ def freeze(model: torch.nn.Module) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def ask_too_much(model: torch.nn.Module) -> None:
+    time.sleep(3)  # so that the others have come to wait
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
 def oversleep(model: torch.nn.Module) -> None:
     time.sleep(10 * LIMIT)
 
@@ -243,6 +248,21 @@ def test_hang_02_an_error_of_one_rank_is_shown_first(tmp_path: Path) -> None:
     assert "failed in iteration 2" in error_file(tmp_path, 0)
     assert error_file(tmp_path, 1).endswith("ValueError: planted error")
     assert status(tmp_path)["reason"] == "failure" and "planted" in status(tmp_path)["message"]
+
+
+def test_a_rank_without_memory_says_what_would_need_less(tmp_path: Path) -> None:
+    """In one message, without a stack; the others end with it."""
+    words = "--use-distributed-optimizer --micro-batch-size 2"
+    ended = launch(tmp_path, 2, ask_too_much, 1, words)
+    assert ended.codes == [1, 1]
+    first, held, planned, *advice = ended.lines
+    assert first.startswith(
+        "pretrain_gpt: [dp1] error: out of memory in iteration 2, last action forward(microbatch 0"
+    )
+    assert held.startswith("  held: ") and "weights 3" in held and "(resident " in held
+    assert planned.startswith("  planned: ")
+    assert any(line.startswith("    --micro-batch-size 1: saves ") for line in advice)
+    assert "out of memory" in error_file(tmp_path, 0)
 
 
 def test_an_exit_of_the_programs_own_code_is_a_failure(tmp_path: Path) -> None:

@@ -4,16 +4,21 @@ Nothing communicates while a model is built, so a rank's mesh is made up: axes w
 """
 
 import pytest
+import torch
 
 import pretrain_gpt
 from megatron.core import rng
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Axis, Mesh
+from megatron.core.optimizer import groups
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.utils import divisors
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import accounting
-from megatron.training.plan.memory import MemoryPlan, divisors
+from megatron.training.plan.memory import MemoryPlan
+from tests.live_bytes import Live
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -32,12 +37,14 @@ def config(text: str) -> RunConfig:
 
 def made_up(run: RunConfig, tp: int, pp: int) -> Mesh:
     """Return the mesh of a rank at coordinates of two axes, and at the first of all others."""
-    parallel, groups = run.parallel, run.model.attention.num_query_groups
+    parallel, queries = run.parallel, run.model.attention.num_query_groups
     ways, data = parallel.tensor_model_parallel_size, run.data_parallel_size
-    sharers = ways // min(ways, groups)
+    sharers = ways // min(ways, queries)
     cp = parallel.context_parallel_size
     sizes = {"tp": ways, "cp": cp, "dp": data, "pp": parallel.pipeline_model_parallel_size}
-    sizes |= {"dp_cp": data * cp, "dp_inner": data * cp, "kv_replica": sharers}
+    sizes |= {"dp_cp": data * cp, "kv_replica": sharers}
+    instances = run.replicas.num_distributed_optimizer_instances
+    sizes |= {"dp_inner": data * cp // instances, "dp_outer": instances}
     at = {"tp": tp, "pp": pp, "kv_replica": tp % sharers}
     serial = Mesh.serial()
     axes = {
@@ -62,6 +69,10 @@ TP4, PP2, PP4 = (
     for kind, n in (("tensor", 4), ("pipeline", 2), ("pipeline", 4))
 )
 LATENTS = "--multi-latent-attention --q-lora-rank 24 --position-embedding-type rope --qk-layernorm"
+DP4 = "--dry-run-world-size 4"
+GRADS, ALL = (
+    f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params")
+)
 LAYOUTS = {
     "serial": "",
     "bf16": "--bf16 --qk-layernorm",
@@ -109,6 +120,18 @@ LAYOUTS = {
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --context-parallel-size 2 "
     "--ddp-num-buckets 3 --bf16",
     "latents": f"{TP4} --sequence-parallel {LATENTS} --bf16",
+    "dp4, states": f"{DP4} --use-distributed-optimizer --ddp-bucket-size 9000",
+    "dp3, gradients": f"--dry-run-world-size 3 {GRADS} --bf16 --grad-reduce-in-bf16",
+    "dp4, all": f"{DP4} {ALL} {LLAMA}",
+    "dp4 in two groups": f"{DP4} {ALL} --num-distributed-optimizer-instances 2 --bf16",
+    "short formats": f"{DP4} {GRADS} --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --main-params-dtype fp16",
+    "tp2 sp dp2, all": "--dry-run-world-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+    f"{ALL} --optimizer sgd",
+    "zb-v dp2, all": "--dry-run-world-size 4 --pipeline-model-parallel-size 2 "
+    f"--pipeline-schedule zb-v {ALL} --bf16",
+    "lion, states": f"{DP4} --use-distributed-optimizer --optimizer lion --bf16",
+    "muon, all": f"{DP4} {ALL} --optimizer muon",
 }
 
 
@@ -204,3 +227,50 @@ def test_the_largest_divisor_of_a_global_batch() -> None:
         ranks = MemoryPlan(config(f"{base} --micro-batch-size {size}"), PADDED).ranks()
         need = max(rank.total for rank in ranks)
         assert MemoryPlan(config(base), PADDED).largest_divisor(need) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--bf16",
+        "--optimizer sgd --sgd-momentum 0 --untie-embeddings-and-output-weights",
+        f"{DP4} --use-distributed-optimizer",
+        f"{PP2} --pipeline-schedule zb-v",
+    ],
+)
+def test_building_takes_what_is_planned(text: str) -> None:
+    """Counted are all tensors that are made."""
+    run = config(text)
+    for pp, planned in enumerate(MemoryPlan(run, PADDED).ranks()):
+        mesh, vocabulary = made_up(run, 0, pp), resolve_vocabulary(run.tokenizer, IDS, 1)
+        stages = [run.stages[position] for position in run.placement.positions(pp)]
+        with Live() as live:
+            chunks = pretrain_gpt.build_model(run, mesh, vocabulary, stages)
+            replicas = DataParallel(
+                chunks,
+                mesh,
+                getattr(torch, run.precision.grad_dtype),
+                group_of=groups.grouping(run.optimizer),
+                config=run.replicas,
+            )
+        assert replicas.buffers
+        assert live.most == pytest.approx(planned.building, rel=0.01)
+
+
+def test_a_model_that_is_built_and_shared_out() -> None:
+    """In fp32, unit by unit: its weights move, its gradients come, a fourth of both stays."""
+    text = f"{DP4} {ALL} --num-layers 2 --position-embedding-type rope"
+    run = config(text)
+    (plans,) = accounting.chunk_buffers(run, PADDED, 0)
+    (rank,) = MemoryPlan(run, PADDED).ranks()
+    waiting, most = 4 * rank.parameters, 0
+    for plan in plans:
+        moved = 4 * sum(slot.stop - slot.start for slot in plan.slots)
+        most = max(most, waiting + 8 * plan.size, waiting - moved + 10 * plan.size)
+        waiting += 2 * plan.size - moved
+    assert rank.building == most
+    # Weights without memory before their buffers have it are there once.
+    (late,) = MemoryPlan(config(f"{text} --init-model-with-meta-device"), PADDED).ranks()
+    shares = late.fixed["weights"] + late.fixed["gradients"]
+    assert late.building < shares + 8 * max(plan.size for plan in plans)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.core.utils import UserError
 from megatron.training.config import LoggingConfig
@@ -21,6 +22,7 @@ from megatron.training.records.writers import (
     Wandb,
     Writer,
     last_attempt,
+    memory_tags,
     tags,
 )
 from megatron.training.timers import Timers, timers_block
@@ -225,6 +227,53 @@ def test_a_metrics_file_survives_a_killed_run(tmp_path: Path) -> None:
     writer.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["attempt"] for row in rows] == [2, 3]
+
+
+def test_memory_is_printed_and_written_beside_its_plan(tmp_path: Path) -> None:
+    printed: list[str] = []
+    metrics = Metrics(facts(attempt=2), [JsonLines(str(tmp_path / "m.jsonl"))], printed.append)
+    metrics.add(iteration(1))
+    metrics.memory(1, 3, {"weights": 1000, "resident": 5_000_000}, {"weights": 1000, "states": 7})
+    lines = printed[0].splitlines()
+    assert lines[0].split() == [
+        *"memory after iteration 1 on pipeline rank 3 (bytes)".split(),
+        "measured",
+        "planned",
+    ]
+    assert [line.split() for line in lines[1:]] == [
+        ["weights", "1,000", "1,000"],
+        ["states", "-", "7"],
+        ["resident", "5,000,000", "-"],
+    ]
+    first, second = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert first["lm_loss"] == 1.0  # what came before is written before
+    assert second == {
+        "iteration": 1,
+        "pipeline_rank": 3,
+        "measured_bytes": {"weights": 1000, "resident": 5_000_000},
+        "planned_bytes": {"weights": 1000, "states": 7},
+        "attempt": 2,
+    }
+    assert memory_tags(second) == {
+        "memory weights of pipeline rank 3": 1000,
+        "memory resident of pipeline rank 3": 5_000_000,
+        "memory weights of pipeline rank 3 planned": 1000,
+        "memory states of pipeline rank 3 planned": 7,
+    }
+
+
+def test_memory_has_tags_in_tensorboard(tmp_path: Path) -> None:
+    writer = TensorBoard(str(tmp_path), LoggingConfig(), 0)
+    sizes = {"weights": 12}
+    writer.memory(
+        {"iteration": 3, "pipeline_rank": 0, "measured_bytes": sizes, "planned_bytes": sizes}
+    )
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for tag in ("memory weights of pipeline rank 0", "memory weights of pipeline rank 0 planned"):
+        (point,) = events.Scalars(tag)
+        assert (point.step, point.value) == (3, 12)
 
 
 def test_timers_block() -> None:

@@ -104,8 +104,13 @@ def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
     assert "vocabulary 101 rows, padded to 128" in found["parameters"][-1]
     assert "FLOPs per iteration" in found["operations"][0]
     memory = found["memory by pipeline rank"]
-    assert [line.split(":")[0] for line in memory[:2]] == ["rank 0", "rank 1"]
-    assert memory[2].startswith("largest micro-batch that fits 80 GiB")
+    assert memory[0] == "rank parameters weights gradients states activations total"
+    assert [line.split()[0] for line in memory[1:3]] == ["0", "1"]
+    assert memory[4].startswith(
+        "--data-parallel-sharding-strategy is no_shard, over 4 replicas; the fullest rank would "
+        "have: no_shard "
+    )
+    assert memory[5].startswith("largest micro-batch that fits 80 GiB")
     assert any("--data-impl mmap" in line for line in found["settings"])
     assert sum("weight decay" in line for line in found["learning rate"]) == 5
     decay, rest = found["optimizer groups"]
@@ -159,21 +164,36 @@ def test_stages_that_are_laid_out_and_many_alike() -> None:
     many = sections("--dry-run-world-size 20 --pipeline-model-parallel-size 20 --num-layers 40")
     assert many["layout"][-1] == "layers per stage: 2 in each of 20 = 40"
     # Inner ranks differ only by what is alive, here one microbatch on each.
-    assert [line.split(":")[0] for line in many["memory by pipeline rank"][:3]] == [
-        "rank 0",
-        "ranks 1-18",
-        "rank 19",
-    ]
+    memory = many["memory by pipeline rank"]
+    assert [line.split()[0] for line in memory[1:4]] == ["0", "1-18", "19"]
 
 
 def test_a_run_of_evaluations_has_no_bubble_and_a_run_on_one_rank_no_pipeline() -> None:
     found = sections("--skip-train --dry-run-world-size 2 --pipeline-model-parallel-size 2")
     assert len(found["pipeline"]) == 4 and not any("bubble" in line for line in found["pipeline"])
-    assert all(
-        "weights" in line and "states" not in line for line in found["memory by pipeline rank"]
-    )
+    memory = found["memory by pipeline rank"]
+    assert memory[0] == "rank parameters weights total" and len(memory) == 4
     assert "pipeline" not in sections("")
-    assert len(sections("")["memory per rank"]) == 2
+    assert len(sections("")["memory per rank"]) == 4
+
+
+def test_what_a_rank_holds_is_a_table_and_what_fits_is_said() -> None:
+    found = sections(
+        "--dry-run-world-size 4 --use-distributed-optimizer --bf16 --dry-run-memory 0.001 "
+        "--global-batch-size 8"
+    )
+    header, row, note, strategies, fits, *advice = found["memory per rank"]
+    assert header == "rank parameters weights gradients masters states activations total"
+    assert row.split()[:2] == ["0", "410,240"]
+    assert note.startswith("activations and communication are each at their fullest moment")
+    assert strategies.startswith("--data-parallel-sharding-strategy is optim, over 4 replicas")
+    assert fits == "no micro-batch fits 0.001 GiB (--dry-run-memory)"
+    assert advice[0].startswith("the fullest rank has ") and "saves" in advice[1]
+
+
+def test_a_model_that_is_fullest_while_it_is_built_is_told() -> None:
+    text = "--optimizer sgd --sgd-momentum 0 --micro-batch-size 1"
+    assert any("that of building" in line for line in sections(text)["memory per rank"])
 
 
 def test_a_batch_that_grows_is_planned_at_its_largest() -> None:

@@ -401,3 +401,21 @@ def test_an_evaluation_leaves_out_microbatches_that_only_pad(per_token: bool) ->
     some = {name: value[:2] for name, value in batch.items()}
     loss = evaluator.run(held_out)["lm loss"]
     assert loss == pytest.approx(expected(some, per_token, 1)[0], rel=1e-12)
+
+
+def test_unused_memory_is_given_back_at_its_moments() -> None:
+    """After all backwards and before the update, after it, and after an evaluation."""
+    step, levels, seen = make_step(), list[int](), list[str]()
+    weight = next(model_of(step).parameters())
+    before = weight.detach().clone()
+
+    def empty(level: int) -> None:
+        levels.append(level)
+        seen.append("updated" if not torch.equal(weight, before) else "not updated")
+
+    step.empty_unused = empty
+    run(global_batch([3, 5]), 1, step=step)
+    assert (levels, seen) == ([1, 2], ["not updated", "updated"])
+    held_out = EvaluationSet("", Given(list(cut(global_batch([9]), 1))), 1, 0, 0)  # type: ignore[arg-type]
+    Evaluator(step.passes, empty).run(held_out)
+    assert levels == [1, 2, 1]

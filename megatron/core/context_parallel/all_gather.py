@@ -14,7 +14,7 @@ X = D + E.
 
 from torch import Tensor
 
-from megatron.core import comm
+from megatron.core import comm, held
 from megatron.core.context_parallel.share import Exchange, Seen, Share, attend
 from megatron.core.kernels.attention import NONE, Extras, Rule
 from megatron.core.kernels.ring_block import Rows
@@ -45,6 +45,7 @@ def _backward(share: Share, kv_BgsX: Tensor, rows: Rows) -> Tensor:
     # Every rank's, one after the other along the batch.
     everyone = comm.all_gather(kv_BgsX, axis)
     grads = share.no_gradient(everyone)
+    held.see(grads)
     parts = zip(everyone.chunk(axis.size), grads.chunk(axis.size), strict=True)
     for source, (part_BgsX, grad_BgsX) in enumerate(parts):
         share.back(part_BgsX, source, rows, grad_BgsX)

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from megatron.core import sharding
+from megatron.core import held, sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.layout import BufferPlan, Item
 from megatron.core.distributed.pieces import Fill, GroupOf, Pieces, Shares, summed_axes
@@ -68,10 +68,8 @@ class FlatBuffer(Pieces):
             parameter.grad = self._grad_views[i]
         self.weight_pieces = self._pieces(self.data, shares.weights)
         self.grad_pieces = self._pieces(self.grad, shares.gradients)
-        if shares.weights:
-            _empty(self.data)
-        if shares.gradients:
-            _empty(self.grad)
+        for flat in [self.data] * shares.weights + [self.grad] * shares.gradients:
+            flat.untyped_storage().resize_(0)
 
     def _view(self, flat: Tensor, i: int) -> Tensor:
         slot = self.plan.slots[i]
@@ -130,11 +128,14 @@ class FlatBuffer(Pieces):
 
 
 def _empty(flat: Tensor) -> None:
-    flat.untyped_storage().resize_(0)
+    if sharding.is_there(flat):
+        flat.untyped_storage().resize_(0)
+        held.change(-flat.nbytes)
 
 
 def _fill(flat: Tensor) -> None:
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+    flat.untyped_storage().resize_(flat.nbytes)
+    held.change(flat.nbytes)
 
 
 def _allow_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

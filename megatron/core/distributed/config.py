@@ -9,6 +9,8 @@ from megatron.core.utils import UserError
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What replicas share out among themselves; they hold the rest alike."""
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+IN_FLIGHT = 1
+"""Sums that run beside a backward, where gradients are shared out: memory for one unit's each."""
 
 
 class DataParallelConfig(Config):

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron.core import comm
+from megatron.core import comm, held
 from megatron.core.distributed.layout import Range
 from megatron.core.distributed.pieces import Pieces
 from megatron.core.mesh import Axis, Mesh
@@ -39,6 +39,7 @@ def _sum(buffer: Pieces, ranges: Iterable[Range], axis: Axis) -> None:
         comm.all_reduce(views[0], axis)
         return
     packed = torch.cat(views)
+    held.see(packed)
     comm.all_reduce(packed, axis)
     for view, part in zip(views, packed.split([len(view) for view in views]), strict=True):
         view.copy_(part)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron.core import comm
+from megatron.core import comm, held
 from megatron.core.distributed.buffers import FlatBuffer
 
 Finish = Callable[[], None]
@@ -25,6 +25,8 @@ def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
     begin, end = buffer.plan.buckets[number]
     bucket = buffer.grad[begin:end]
     sent = bucket.to(dtype)  # the same tensor, where the dtype is the same
+    if sent is not bucket:
+        held.see(sent)
     if shares.axis.size == 1:
         handle = comm.all_reduce(sent, shares.copies, async_op=True)
 
@@ -37,6 +39,8 @@ def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
     piece, adds = buffer.grad_pieces[number], shares.gradients
     in_place = sent is bucket and not adds
     out = piece if in_place else sent.new_empty(piece.shape)
+    if not in_place:
+        held.see(out)
     handle = comm.reduce_scatter_into(out, sent, shares.axis, async_op=True)
 
     def finish_share() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm, sharding
+from megatron.core import comm, held, sharding
 from megatron.core.kernels import matmul
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Init, Sharding
@@ -87,6 +87,7 @@ class _Linear(torch.autograd.Function):
         whole_SBI, gathering = None if ctx.gathers else x_SBI, None
         if ctx.gathers and ctx.needs_input_grad[1] and not _postponed:
             whole_SBI = x_SBI.new_empty(x_SBI.shape[0] * axis.size, *x_SBI.shape[1:])
+            held.see(whole_SBI)
             gathering = comm.all_gather_into(whole_SBI, x_SBI, axis, async_op=True)
         if ctx.needs_input_grad[0] and ctx.gathers and axis.overlap:
             dx_SBI = overlap.product_scatter(grad_SBO, weight_OI, axis)

@@ -27,13 +27,28 @@ from megatron.training.config import RunConfig
 from megatron.training.plan import saved
 from megatron.training.plan.attention_bytes import Piece
 from megatron.training.plan.ledger import Footprint, Ledger
+from megatron.training.plan.passing import Passing, splits
 from megatron.training.plan.saved import Region, Share
 
 
-def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -> Footprint:
-    """Return what a microbatch of ``samples`` keeps in the chunk that is ``stage``."""
+def footprint(
+    config: RunConfig,
+    padded_rows: int,
+    stage: Stage,
+    samples: int,
+    passing: Passing | None = None,
+) -> Footprint:
+    """Return what a microbatch of ``samples`` keeps in the chunk that is ``stage``.
+
+    Args:
+        config: the run.
+        padded_rows: rows of the vocabulary, padding included.
+        stage: the layers and ends of the chunk.
+        samples: of the microbatch.
+        passing: what is there for communication; nothing when absent.
+    """
     share = Share(config, samples)
-    ledger = Ledger(config.pipeline.schedule_name(config.placement).startswith("zb"))
+    ledger = Ledger(splits(config), "embedding" if stage.is_first else "")
     working = 0
     if stage.is_first:
         ledger.add(saved.embedding(share))
@@ -53,7 +68,7 @@ def footprint(config: RunConfig, padded_rows: int, stage: Stage, samples: int) -
             working = -(-sequence // pieces) * samples * rows * each
     if not (stage.layers or stage.is_first or stage.is_last):
         ledger.add(share.residual)  # it hands on what it gets, and keeps it
-    return ledger.footprint(working)
+    return ledger.footprint(working, passing or Passing())
 
 
 def _rotated(share: Share, stage: Stage) -> int:
@@ -77,6 +92,7 @@ def _layers(ledger: Ledger, share: Share, stage: Stage) -> None:
     for unit in units:
         _unit(ledger, share, [plan[number] for number in unit])
     for number in stage.layers[sum(map(len, units)) :]:
+        ledger.unit = f"decoder.layers.{number}"
         if number < model.offload.cpu_offloading_num_layers:
             _moved_layer(ledger, share, plan[number])
         else:
@@ -94,24 +110,24 @@ def _first_input_goes(share: Share, units: int) -> bool:
 
 def _unit(ledger: Ledger, share: Share, layers: Iterable[LayerPlan]) -> None:
     """Add layers that are recomputed together."""
-    found = [_regions_of(share, layer) for layer in layers]
+    found = [_regions_of(share, layer, f"decoder.layers.{layer.number}") for layer in layers]
     given = share.norm()[0]
     shares = share.config.model.recompute.distribute_saved_activations
     size = -(-(given.size // given.item) // share.tp) * given.item if shares else given.size
     _whole(ledger, share, given, size, [region for regions in found for region in regions])
 
 
-def _regions_of(share: Share, layer: LayerPlan) -> list[tuple[int, int]]:
-    """Return (saved, postponed) of the regions of a layer, each piece of memory once."""
+def _regions_of(share: Share, layer: LayerPlan, unit: str) -> list[tuple[int, int, str]]:
+    """Return (saved, postponed, unit) of the regions of a layer, each piece of memory once."""
     return [
-        (sum(piece.size for piece in region.saved), region.late)
+        (sum(piece.size for piece in region.saved), region.late, unit)
         for sublayer in layer.sublayers
         for region in _once(saved.regions(share, sublayer, layer.number))
     ]
 
 
 def _whole(
-    ledger: Ledger, share: Share, given: Piece, size: int, regions: Sequence[tuple[int, int]]
+    ledger: Ledger, share: Share, given: Piece, size: int, regions: Sequence[tuple[int, int, str]]
 ) -> None:
     """Add a unit that keeps ``size`` bytes of what it is given, and saves the rest again.
 
@@ -120,13 +136,13 @@ def _whole(
         share: of the rank.
         given: the unit's input, which its first region saves.
         size: bytes of it that are kept.
-        regions: (saved, postponed) of each.
+        regions: (saved, postponed, unit of the model) of each.
     """
     moves = "layer_input" in share.config.model.offload.modules and _is_moved(share, given)
     first = len(ledger.kept)
     last = first + len(regions) - 1
-    for number, (again, late) in enumerate(regions, first):
-        is_input = number == first
+    for number, (again, late, unit) in enumerate(regions, first):
+        is_input, ledger.unit = number == first, unit
         ledger.add(size if is_input and not moves else 0, late)
         # The input itself is there, or fetched; out of shares it is made again.
         there = given.size if is_input and size == given.size else 0
@@ -229,9 +245,11 @@ def _ends(ledger: Ledger, share: Share, depths: int, kept: int, late: int, piece
     gathers, moves = pieces > 1 and share.outer != share.tokens, _hidden_moves(share)
     own = 0 if moves else share.stream
     norm = sum(piece.size for piece in share.norm())
+    ledger.unit = "output_layer"
     ledger.add(norm + kept, late)
     for depth in range(depths):
         _ahead(ledger, share, depth, own if gathers or depth else 0)
+    ledger.unit = "output_layer"
     for depth in range(depths):
         shared = 0 if gathers or depth == depths - 1 else own
         ledger.add(kept - shared, late - shared)
@@ -251,6 +269,7 @@ def _ahead(ledger: Ledger, share: Share, depth: int, hidden: int) -> None:
     ``hidden`` is what it keeps of the hidden states that it is given.
     """
     plan = mtp_layer_plan(share.config.model, depth)
+    ledger.unit = f"mtp.layers.{depth}"
     ledger.add(saved.embedding(share) + hidden, hidden)
     _, *statistics = share.inner_norm("hidden", 0, share.outer)
     joins = [*share.norm("embedded"), *statistics, Piece("joined", 2 * share.stream, share.size)]
@@ -261,7 +280,8 @@ def _ahead(ledger: Ledger, share: Share, depth: int, hidden: int) -> None:
         _layer(ledger, share, plan)
         ledger.add(last)
         return
-    regions = [(start, 3 * share.stream), *_regions_of(share, plan), (last, 0)]
+    regions = _regions_of(share, plan, ledger.unit)
+    regions = [(start, 3 * share.stream, ledger.unit), *regions, (last, 0, ledger.unit)]
     _whole(ledger, share, joins[0], joins[0].size, regions)
     if _hidden_moves(share):  # a head keeps it on the device too
         size, first, last = ledger.groups.pop()

@@ -5,8 +5,11 @@ more appears: what a recomputed part makes again, what is fetched from the host,
 gradients are put off, what these hold on to.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+from megatron.training.plan.passing import Passing
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Footprint:
     """What it has above ``kept`` at the fullest moment of its backward."""
     host: int = 0
     """In host memory."""
+    together: tuple[int, int] = (0, 0)
+    """The same as ``backward``, of activations and communication together: of a backward that
+    begins without gradients, and of one that finds all of them (`passing`)."""
 
 
 @dataclass
@@ -31,8 +37,11 @@ class Ledger:
 
     splits: bool
     """Weights' gradients are put off: what they hold on to stays."""
+    unit: str = ""
+    """The unit of the model that what is added next belongs to."""
     kept: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
     moments: list[tuple[int, int, int]] = field(default_factory=list)
     """(bytes, part with whose backward they appear, part with whose backward they go)."""
     groups: list[tuple[int, int, int]] = field(default_factory=list)
@@ -43,28 +52,44 @@ class Ledger:
         """Add a part, and return its number."""
         self.kept.append(kept)
         self.late.append(late)
+        self.units.append(self.unit)
         return len(self.kept) - 1
 
-    def footprint(self, working: int) -> Footprint:
-        """Return the sums."""
+    def footprint(self, working: int, passing: Passing) -> Footprint:
+        """Return the sums, given what a backward has for communication."""
         kept, late = sum(self.kept), sum(self.late)
         host = sum(size for size, _, _ in self.groups)
-        return Footprint(kept, late, working, self._most() - kept, host)
+        backward = self._most(Passing(), {}) - kept
+        first, later = (
+            max(self._most(passing, during) - kept, working + during.get("output_layer", 0))
+            for during in (passing.during, passing.later)
+        )
+        return Footprint(kept, late, working, backward, host, (first, later))
 
-    def _most(self) -> int:
-        """Return the bytes at the fullest moment of a backward, weights' gradients left out."""
+    def _most(self, passing: Passing, during: Mapping[str, int]) -> int:
+        """Return the bytes at the fullest moment of a backward, weights' gradients left out.
+
+        Args:
+            passing: what is there for communication.
+            during: of it, what is there while a unit's backward goes on.
+        """
         moments = list(self.moments)
         after: int | None = None  # the part that needs the group after
         for size, needed, gone in reversed(self.groups):
             moments.append((size, needed if after is None else after, gone))
             after = needed
-        steps = [0] * (len(self.kept) + 1)
+        steps, new = [0] * (len(self.kept) + 1), [0] * len(self.kept)
         for size, made, gone in moments:
+            new[made] += size
             steps[gone] += size
             steps[made + 1] -= size
         most = late = 0
-        parts = list(zip(accumulate(self.kept), accumulate(steps), self.late, strict=False))
-        for before, there, own in reversed(parts):
-            most = max(most, before + there + late)
-            late += own if self.splits else 0
-        return max(most, late)
+        kept, there, unit = [*accumulate(self.kept)], [*accumulate(steps)], ""
+        for part in reversed(range(len(kept))):
+            level = kept[part] + there[part] + late
+            if self.units[part] != unit:
+                unit = self.units[part]
+                most = max(most, level - new[part] + passing.before.get(unit, 0))
+            most = max(most, level + during.get(unit, 0))
+            late += self.late[part] if self.splits else 0
+        return max(most, late + passing.end)

@@ -1,20 +1,24 @@
-"""The memory of every pipeline rank, before a run: what is fixed, and what microbatches keep.
+"""The memory of every pipeline rank, before a run: what is fixed, and what comes and goes.
 
 Ranks that differ only by tensor, context or data coordinate hold equally much. Bytes of weights,
 gradients, masters and optimizer states are those of the buffers that a run will make; activations
-are what a schedule has alive at its fullest moment, see `activations` and `pipeline_plan`.
+are what a schedule has alive at its fullest moment, see `activations` and `pipeline_plan`;
+communication is what is gathered or summed there (`passing`, `gathered`, `sums`). The fullest
+moments of these two need not be the same, so the most of both together is a number of its own.
 """
 
-import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.optimizer import memory
+from megatron.core.utils import divisors
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, activations
+from megatron.training.plan import accounting, activations, passing, peaks, sums
 from megatron.training.plan import pipeline as pipeline_plan
-from megatron.training.plan.ledger import Footprint
+from megatron.training.plan.building import building
+from megatron.training.plan.gathered import gathered
+from megatron.training.plan.passing import Passing
+from megatron.training.plan.peaks import Chunk, Later, Peak
 from megatron.training.plan.saved import Share
 
 
@@ -26,14 +30,36 @@ class RankMemory:
     fixed: dict[str, int]
     """Weights, gradients, masters and optimizer states: exact."""
     activations: int
-    """Of all microbatches that are alive at once: an estimate."""
+    """Of all microbatches that are alive at once, at most."""
     host: int = 0
     """In host memory: activations of the same microbatches that are offloaded."""
+    communication: int = 0
+    """Of what is there to be sent, or is gathered from other ranks, at most."""
+    together: int = 0
+    """Of activations and communication at one time, at most."""
+    building: int = 0
+    """Of all that is there while the model is built, at most."""
+
+    def categories(self) -> dict[str, int]:
+        """Return the bytes of every category by its name; of what is in host memory, together."""
+        host = self.fixed.get("host", 0) + self.host
+        on_device = {name: size for name, size in self.fixed.items() if name != "host"}
+        moving = {"activations": self.activations, "communication": self.communication}
+        return {**on_device, **moving, "host": host}
+
+    @property
+    def at_work(self) -> int:
+        """Return the bytes on the device at the fullest moment of an iteration."""
+        return _on_device(self.fixed) + self.together
 
     @property
     def total(self) -> int:
-        """Return the sum of all that is on the device."""
-        return sum(n for name, n in self.fixed.items() if name != "host") + self.activations
+        """Return the bytes on the device at the fullest moment."""
+        return max(self.building, self.at_work)
+
+
+def _on_device(fixed: dict[str, int]) -> int:
+    return sum(size for name, size in fixed.items() if name != "host")
 
 
 class MemoryPlan:
@@ -41,14 +67,18 @@ class MemoryPlan:
 
     def __init__(self, config: RunConfig, padded_rows: int) -> None:
         self.config, self.padded_rows = config, padded_rows
-        self.fixed = [*_fixed(config, padded_rows)]
-        """(Parameters, bytes by category) of each rank."""
+        self._ranks = [
+            _Rank(config, padded_rows, rank) for rank in range(config.placement.num_ranks)
+        ]
 
     def ranks(self) -> list[RankMemory]:
         """Return the memory of each rank at the run's micro-batch."""
         count = pipeline_plan.microbatches(self.config)
-        held = self._alive(self.config.training.micro_batch_size, count)
-        return [RankMemory(*fixed, *most) for fixed, most in zip(self.fixed, held, strict=True)]
+        peaks = self._peaks(self.config.training.micro_batch_size, count)
+        return [
+            RankMemory(rank.parameters, rank.fixed, *peak, building=rank.building)
+            for rank, peak in zip(self._ranks, peaks, strict=True)
+        ]
 
     def largest_micro_batch(self, memory_bytes: float) -> int:
         """Return the largest micro-batch that fits ranks of ``memory_bytes``, 0 if none does.
@@ -80,75 +110,72 @@ class MemoryPlan:
         return 0
 
     def _fits(self, samples: int, count: int, memory_bytes: float) -> bool:
-        held = self._alive(samples, count)
-        fixed = [sum(n for name, n in parts.items() if name != "host") for _, parts in self.fixed]
-        return all(a + b <= memory_bytes for a, (b, _) in zip(fixed, held, strict=True))
+        peaks = self._peaks(samples, count)
+        return all(
+            max(_on_device(rank.fixed) + peak.together, rank.building) <= memory_bytes
+            for rank, peak in zip(self._ranks, peaks, strict=True)
+        )
 
-    def _alive(self, samples: int, count: int) -> list[tuple[int, int]]:
-        """Return what ``count`` microbatches of ``samples`` keep at each rank's fullest moment.
-
-        First on the device, then in host memory.
-        """
+    def _peaks(self, samples: int, count: int) -> list[Peak]:
+        """Return what ``count`` microbatches of ``samples`` have at each rank's fullest moments."""
         config, placement = self.config, self.config.placement
-        prints = [
-            activations.footprint(config, self.padded_rows, stage, samples)
-            for stage in config.stages
-        ]
+        chunks: dict[int, Chunk] = {}
+        for number, rank in enumerate(self._ranks):
+            for position, passes in zip(placement.positions(number), rank.passing, strict=True):
+                stage = config.stages[position]
+                there = passes.plus(gathered(config, stage, samples))
+                kept = activations.footprint(config, self.padded_rows, stage, samples, there)
+                chunks[position] = Chunk(kept, there)
         if placement.shape == "v":
             # At the turn a stage's input is the other's output, which nobody frees after sending.
             turn, shared = placement.num_ranks, Share(config, samples).residual
             for position, moved in ((turn - 1, shared), (turn, -shared)):
-                kept = prints[position].kept + moved
-                prints[position] = replace(prints[position], kept=kept)
-        found = []
-        for rank, moments in enumerate(pipeline_plan.alive(config.pipeline, placement, count)):
-            mine = [prints[position] for position in placement.positions(rank)]
-            if config.training.skip_train:
-                found.append((max(chunk.working for chunk in mine), 0))
-            else:
-                most = max(_held(moment, mine) for moment in moments)
-                found.append((most, max(_host(moment, mine) for moment in moments)))
-        return found
+                kept, there = chunks[position]
+                chunks[position] = Chunk(replace(kept, kept=kept.kept + moved), there)
+        mine = [
+            [chunks[at] for at in placement.positions(rank)] for rank in range(len(self._ranks))
+        ]
+        if config.training.skip_train:
+            return [peaks.evaluation(of) for of in mine]
+        moments = pipeline_plan.alive(config.pipeline, placement, count)
+        return [
+            peaks.training(when, of, rank.later)
+            for when, of, rank in zip(moments, mine, self._ranks, strict=True)
+        ]
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, the smallest first.
+class _Rank:
+    """What of a pipeline rank no micro-batch changes."""
 
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return low + [number // size for size in reversed(low) if size * size != number]
-
-
-def _held(moment: pipeline_plan.Alive, chunks: Sequence[Footprint]) -> int:
-    """Return the bytes of a rank's fullest moment while a backward goes on, or just before it."""
-    held = zip(moment.kept, moment.postponed, chunks, strict=True)
-    alive = sum(kept * chunk.kept + late * chunk.postponed for kept, late, chunk in held)
-    working = max(chunk.working for chunk in chunks)
-    return alive + max(working, chunks[moment.chunk].backward)
-
-
-def _host(moment: pipeline_plan.Alive, chunks: Sequence[Footprint]) -> int:
-    return sum(kept * chunk.host for kept, chunk in zip(moment.kept, chunks, strict=True))
-
-
-def _fixed(config: RunConfig, padded_rows: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield (parameters, bytes by category) of each rank of the pipeline."""
-    for rank in range(config.parallel.pipeline_model_parallel_size):
-        chunks = accounting.chunk_buffers(config, padded_rows, rank)
-        plans = [plan for chunk in chunks for plan in chunk]
-        parameters = sum(slot.stop - slot.start for plan in plans for slot in plan.slots)
+    def __init__(self, config: RunConfig, padded_rows: int, number: int) -> None:
+        buffers = accounting.chunk_buffers(config, padded_rows, number)
+        plans = [plan for chunk in buffers for plan in chunk]
+        self.parameters = sum(slot.stop - slot.start for plan in plans for slot in plan.slots)
+        self.building = 0
         if config.training.skip_train:  # no optimizer, hence no buffers
             size = memory.BYTES[config.precision.params_dtype]
-            yield parameters, {"weights": parameters * size}
-        else:
-            fixed = memory.predict(
-                plans,
-                config.optimizer,
-                config.precision,
-                config.replicas.data_parallel_sharding_strategy,
-                config.shares,
-                by_torch=config.shared_by_torch,
-            )
-            yield parameters, fixed
+            self.fixed = {"weights": self.parameters * size}
+            self.passing = [Passing()] * len(buffers)
+            return
+        self.fixed = memory.predict(
+            plans,
+            config.optimizer,
+            config.precision,
+            config.replicas.data_parallel_sharding_strategy,
+            config.shares,
+            by_torch=config.shared_by_torch,
+        )
+        units = plans
+        if config.shared_by_torch:  # its units are the same; what it has of them is near to ours
+            ours = replace(config, replicas=replace(config.replicas, use_torch_fsdp2=False))
+            chunks = accounting.chunk_buffers(ours, padded_rows, number)
+            units = [plan for chunk in chunks for plan in chunk]
+        self.building = building(config, units)
+        stages = [config.stages[at] for at in config.placement.positions(number)]
+        self.passing = [passing.of_stage(config, stage, units) for stage in stages]
+        replicas = config.data_parallel_size * config.parallel.context_parallel_size
+        self.later = Later(
+            sums.copies(config, buffers),
+            sums.largest_moment(config, padded_rows, number, plans),
+            overlaps=config.replicas.overlap_grad_reduce and replicas > 1,
+        )

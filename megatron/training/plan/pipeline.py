@@ -20,7 +20,7 @@ COSTS = Costs()
 
 
 class Alive(NamedTuple):
-    """How many microbatches a rank holds when the backward of one of them begins."""
+    """How many microbatches a rank holds when a backward begins, or the second part of one."""
 
     kept: tuple[int, ...]
     """By chunk: forward has begun, and backward is not done."""
@@ -28,6 +28,10 @@ class Alive(NamedTuple):
     """By chunk: of the backward, only the weights' gradients are left."""
     chunk: int
     """Whose backward begins."""
+    begun: tuple[bool, ...]
+    """By chunk: its last backward had its first part, and no second one since."""
+    is_second: bool = False
+    """What begins is the second part."""
 
     @property
     def microbatches(self) -> float:
@@ -47,24 +51,28 @@ def alive(pipeline: PipelineConfig, placement: Placement, count: int) -> Sequenc
     Which of them is depends on what each chunk keeps, and on what its backward needs besides.
     """
     if pipeline.schedule_name(placement) == "gpipe":  # every forward comes before any backward
-        return ({Alive((count,), (0,), 0)},) * placement.num_ranks
+        return ({Alive((count,), (0,), 0, (False,))},) * placement.num_ranks
     schedule = pipeline.schedule(placement, _enough(pipeline, placement, count))
     return tuple(_peaks(actions, placement.num_chunks) for actions in schedule.actions)
 
 
 def _peaks(actions: Sequence[Action], num_chunks: int) -> set[Alive]:
     """Return what is alive before each backward: until there, forwards have only added to it."""
-    kept, postponed = [0] * num_chunks, [0] * num_chunks
+    kept, postponed, begun = [0] * num_chunks, [0] * num_chunks, [False] * num_chunks
     found = set()
     for action in actions:
         if action.kind == "forward":
             kept[action.chunk] += 1
-        elif action.kind == "backward_weight":
+            continue
+        second = action.kind == "backward_weight"
+        found.add(Alive(tuple(kept), tuple(postponed), action.chunk, tuple(begun), second))
+        if second:
             postponed[action.chunk] -= 1
+            begun[action.chunk] = False
         else:
-            found.add(Alive(tuple(kept), tuple(postponed), action.chunk))
             kept[action.chunk] -= 1
-            postponed[action.chunk] += action.kind == "backward_input"
+            begun[action.chunk] = action.kind == "backward_input"
+            postponed[action.chunk] += begun[action.chunk]
     return found
 
 

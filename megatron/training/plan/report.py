@@ -6,18 +6,16 @@ the tokenizer is loaded where its files exist, to tell the vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from megatron.core.optimizer import groups
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
-from megatron.core.utils import UserError, human_bytes, human_count
+from megatron.core.utils import UserError, human_count
 from megatron.training.arguments import ParsedRun
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, traffic
+from megatron.training.plan import accounting, memory_text, traffic
 from megatron.training.plan import pipeline as pipeline_plan
-from megatron.training.plan.memory import MemoryPlan
 
 GIB = 2**30
 GPT2_IDS = 50257
@@ -52,7 +50,9 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
         "optimizer groups": _groups(config, vocabulary),
         "operations": _operations(config, vocabulary),
         "communication": traffic.lines(config, vocabulary.padded_rows),
-        memory: _memory(config, vocabulary, run.invocation.dry_run_memory),
+        memory: memory_text.lines(
+            config, run.origins, vocabulary.padded_rows, run.invocation.dry_run_memory * GIB
+        ),
         "settings": run.lines(),
     }
     lines = [f"plan of {program} (nothing was started)"]
@@ -246,30 +246,3 @@ def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[st
             f"{(per_sample + again) * config.batch_sizes.final:.4e} FLOPs per iteration with what "
             f"backward makes again: {again / per_sample:.1%} more, which no log counts"
         )
-
-
-def _memory(config: RunConfig, vocabulary: PlannedVocabulary, gib: float) -> Iterator[str]:
-    plan = MemoryPlan(config, vocabulary.padded_rows)
-    ranks = plan.ranks()
-    for held, numbers in groupby(range(len(ranks)), ranks.__getitem__):
-        first, *others = numbers
-        parts = ", ".join(f"{name} {human_bytes(n)}" for name, n in held.fixed.items() if n)
-        name = f"rank {first}: " if len(ranks) > 1 else ""
-        if others:
-            name = f"ranks {first}-{others[-1]}: "
-        yield (
-            f"{name}{human_bytes(held.total)} = {parts}, activations about "
-            f"{human_bytes(held.activations)} ({held.parameters:,} parameters)"
-            f"{f'; in host memory {human_bytes(held.host)}' if held.host else ''}"
-        )
-    if config.training.skip_train:
-        return
-    largest = plan.largest_micro_batch(gib * GIB)
-    if not largest:
-        yield f"no micro-batch fits {gib:g} GiB (--dry-run-memory)"
-        return
-    dividing = plan.largest_divisor(gib * GIB)
-    yield (
-        f"largest micro-batch that fits {gib:g} GiB (--dry-run-memory): about {largest} with as "
-        f"many microbatches as now, {dividing or 'none'} of those that divide the global batch"
-    )

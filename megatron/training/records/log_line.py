@@ -118,3 +118,22 @@ def memory_line(rank: int, iteration: int, memory: Mapping[str, float]) -> str:
     """Return the line with memory in MB after the first iterations."""
     fields = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in memory.items())
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {fields}"
+
+
+def memory_block(
+    iteration: int, rank: int, measured: Mapping[str, int], planned: Mapping[str, int]
+) -> str:
+    """Return the lines with the bytes of each category on one rank of the pipeline.
+
+    Args:
+        iteration: after which they were measured.
+        rank: of the pipeline.
+        measured: by category; of several ranks there, what is most.
+        planned: likewise; a category need not be in both.
+    """
+    title = f" memory after iteration {iteration} on pipeline rank {rank} (bytes)"
+    lines = [f"{title:<60} {'measured':>17} {'planned':>17}"]
+    for name in [*planned, *(name for name in measured if name not in planned)]:
+        found, wanted = (f"{held[name]:,}" if name in held else "-" for held in (measured, planned))
+        lines.append(f"   {name:<57} {found:>17} {wanted:>17}")
+    return "\n".join(lines)

@@ -149,6 +149,22 @@ class Metrics:
         for writer in self._writers:
             writer.timers(iteration, samples, seconds)
 
+    def memory(
+        self, iteration: int, rank: int, measured: Mapping[str, int], planned: Mapping[str, int]
+    ) -> None:
+        """Print and write the bytes of each category on one rank of the pipeline."""
+        self.flush()
+        self._out(log_line.memory_block(iteration, rank, measured, planned))
+        row = {
+            "iteration": iteration,
+            "pipeline_rank": rank,
+            "measured_bytes": dict(measured),
+            "planned_bytes": dict(planned),
+            "attempt": self._facts.attempt,
+        }
+        for writer in self._writers:
+            writer.memory(row)
+
     def close(self) -> None:
         """Flush and close the writers."""
         self.flush()

@@ -31,6 +31,9 @@ class Writer(Protocol):
     def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
         """Write seconds per iteration of the phases of a log interval."""
 
+    def memory(self, row: Row) -> None:
+        """Write the bytes of each category on one pipeline rank, measured and planned."""
+
     def close(self) -> None:
         """Write what is held back."""
 
@@ -54,6 +57,9 @@ class JsonLines:
 
     def timers(self, iteration: int, samples: int, seconds: Mapping[str, float]) -> None:
         """Leave them out: rows are per iteration."""
+
+    def memory(self, row: Row) -> None:
+        self.rows([row])
 
     def close(self) -> None:
         self._file.close()
@@ -133,6 +139,14 @@ def validation_tags(row: Row, config: LoggingConfig) -> dict[str, float]:
     return named
 
 
+def memory_tags(row: Row) -> dict[str, float]:
+    """Return the bytes of one pipeline rank under names for TensorBoard and W&B."""
+    where = f" of pipeline rank {row['pipeline_rank']}"
+    measured = {f"memory {name}{where}": size for name, size in row["measured_bytes"].items()}
+    planned = {f"memory {name}{where} planned": n for name, n in row["planned_bytes"].items()}
+    return measured | planned
+
+
 class TensorBoard:
     """Event files for TensorBoard."""
 
@@ -166,6 +180,11 @@ class TensorBoard:
         if self._config.log_timers_to_tensorboard:
             for name, value in seconds.items():
                 self._writer.add_scalar(f"{name}-time", value, iteration)
+
+    def memory(self, row: Row) -> None:
+        for tag, value in memory_tags(row).items():
+            self._writer.add_scalar(tag, value, row["iteration"])
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -222,6 +241,9 @@ class Wandb:
         if self._config.log_timers_to_tensorboard:
             values = {f"{name}-time": value for name, value in seconds.items()}
             self._run.log(values, step=iteration)
+
+    def memory(self, row: Row) -> None:
+        self._run.log(memory_tags(row), step=row["iteration"])
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,65 @@
+"""Bytes of activations that a rank gathers or receives from others, in closed form.
+
+They live for a moment in a layer, beside what is kept. With N tokens of a rank inside attention and
+MLP, H the hidden size, K the channels of its keys and values together, c context-parallel ranks, e
+the bytes of an activation's element and a those of a sum:
+
+    sequence parallelism    N H e                      the input of a product, or a gradient
+    cp, p2p                 N K (e + a)                keys and values, and their gradients; twice
+                                                       of each where c > 2
+    cp, all_gather          c N K (e + a)
+    cp, a2a                 0                          what is exchanged is saved
+
+In each unit of the model the largest counts; with --distribute-saved-activations that is the input
+of layers that run again. Transfers between stages are activations.
+"""
+
+import math
+from collections.abc import Mapping
+
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
+from megatron.training.config import RunConfig
+from megatron.training.plan.passing import units
+from megatron.training.plan.saved import Share
+
+
+def gathered(config: RunConfig, stage: Stage, samples: int) -> dict[str, int]:
+    """Return the bytes that a microbatch of ``samples`` has gathered at one time, by unit."""
+    share, model, sizes = Share(config, samples), config.model, config.axis_sizes
+    found: dict[str, int] = {}
+    whole = share.tokens * model.hidden_size if sizes["tp"] > 1 else 0
+    if config.parallel.sequence_parallel:
+        found = dict.fromkeys(units(stage), whole * share.size)
+        if "embedding" in found:
+            found["embedding"] = whole * share.wide
+    plan, kinds = layer_plan(model), config.context.kinds(model.num_layers)
+    layers = {f"decoder.layers.{n}": (plan[n], kinds[n]) for n in stage.layers}
+    if model.recompute.distribute_saved_activations:
+        found |= dict.fromkeys(layers, whole * share.wide)
+    for depth in range(stage.num_mtp_layers):
+        layers[f"mtp.layers.{depth}"] = (mtp_layer_plan(model, depth), kinds[depth])
+    if sizes["cp"] > 1:
+        for name, (layer, kind) in layers.items():
+            found[name] = max(found.get(name, 0), _exchanged(share, layer, kind, sizes))
+    return found
+
+
+def _exchanged(share: Share, layer: LayerPlan, kind: str, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of keys, values and their gradients that the attention of a layer gets."""
+    model = share.config.model
+    heads = max(1, model.attention.num_query_groups // share.tp)
+    channels = 2 * model.attention.kv_channels
+    if any(sublayer.kind == "multi_latent_attention" for sublayer in layer.sublayers):
+        heads = model.attention.num_attention_heads // share.tp
+        channels = model.mla.query_size + model.mla.v_head_dim
+    one = share.tokens * heads * channels * (share.size + share.main)
+    if kind == "all_gather":
+        return sizes["cp"] * one
+    ranks = sizes["cp"]
+    if kind == "a2a":
+        return 0
+    if kind == "a2a+p2p" and sizes["cp_inner"] > 1:
+        ranks = sizes["cp_outer"]
+        one = one // heads * math.lcm(heads, sizes["cp_inner"])  # every rank gets a whole head
+    return one * min(2, ranks - 1)
