@@ -233,7 +233,8 @@ def test_memory_is_printed_and_written_beside_its_plan(tmp_path: Path) -> None:
     printed: list[str] = []
     metrics = Metrics(facts(attempt=2), [JsonLines(str(tmp_path / "m.jsonl"))], printed.append)
     metrics.add(iteration(1))
-    metrics.memory(1, 3, {"weights": 1000, "resident": 5_000_000}, {"weights": 1000, "states": 7})
+    measured = {"weights": 1000, "masters": 0, "resident": 5_000_000}
+    metrics.memory(1, 3, measured, {"weights": 1000, "masters": 0, "states": 7})
     lines = printed[0].splitlines()
     assert lines[0].split() == [
         *"memory after iteration 1 on pipeline rank 3 (bytes)".split(),
@@ -250,14 +251,16 @@ def test_memory_is_printed_and_written_beside_its_plan(tmp_path: Path) -> None:
     assert second == {
         "iteration": 1,
         "pipeline_rank": 3,
-        "measured_bytes": {"weights": 1000, "resident": 5_000_000},
-        "planned_bytes": {"weights": 1000, "states": 7},
+        "measured_bytes": measured,
+        "planned_bytes": {"weights": 1000, "masters": 0, "states": 7},
         "attempt": 2,
     }
     assert memory_tags(second) == {
         "memory weights of pipeline rank 3": 1000,
+        "memory masters of pipeline rank 3": 0,
         "memory resident of pipeline rank 3": 5_000_000,
         "memory weights of pipeline rank 3 planned": 1000,
+        "memory masters of pipeline rank 3 planned": 0,
         "memory states of pipeline rank 3 planned": 7,
     }
 

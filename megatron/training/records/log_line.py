@@ -129,11 +129,14 @@ def memory_block(
         iteration: after which they were measured.
         rank: of the pipeline.
         measured: by category; of several ranks there, what is most.
-        planned: likewise; a category need not be in both.
+        planned: likewise; a category need not be in both, and one of nothing is left out.
     """
     title = f" memory after iteration {iteration} on pipeline rank {rank} (bytes)"
     lines = [f"{title:<60} {'measured':>17} {'planned':>17}"]
-    for name in [*planned, *(name for name in measured if name not in planned)]:
+    names = [*planned, *(name for name in measured if name not in planned)]
+    for name in names:
+        if not (measured.get(name) or planned.get(name)):
+            continue
         found, wanted = (f"{held[name]:,}" if name in held else "-" for held in (measured, planned))
         lines.append(f"   {name:<57} {found:>17} {wanted:>17}")
     return "\n".join(lines)
