@@ -167,7 +167,7 @@ def config_of(name: str) -> RunConfig:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_what_the_plan_says(results: dict[str, Any], name: str) -> None:
     config = config_of(name)
-    _, planned = MemoryPlan(config, ROWS).fixed[coordinates(config, name)["pp"]]
+    planned = MemoryPlan(config, ROWS).ranks()[coordinates(config, name)["pp"]].fixed
     held = results[name]["memory"]
     assert {key: size for key, size in held.items() if size} == {
         key: size for key, size in planned.items() if size
