@@ -21,6 +21,7 @@ from megatron.training.verification.layout_words import parse_layout
 from megatron.training.verification.outcomes import Outcome, Share, compare, join
 from megatron.training.verification.small_run import SmallRun
 from tests.harness import Pool
+from tests.outcome_cache import OutcomeCache
 from tools.verify_layout import case, closed_form
 
 MODEL = (
@@ -120,7 +121,7 @@ class Runs:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._serial: dict[str, Outcome] = {}
+        self._serial = OutcomeCache(pool)
 
     def on(self, variant: str, text: str) -> tuple[RunConfig, RunConfig]:
         """Return the run of a variant on a layout, and the serial one."""
@@ -130,9 +131,7 @@ class Runs:
         return small.on(layout), small.reference(layout)
 
     def serial(self, config: RunConfig) -> Outcome:
-        if repr(config) not in self._serial:
-            self._serial[repr(config)] = equality.run(self.pool, case(config))
-        return self._serial[repr(config)]
+        return self._serial.of(config)
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from megatron.training.config import RunConfig
 from megatron.training.processes import setup
 from megatron.training.verification import equality
 from megatron.training.verification.layout_words import parse_layout
-from megatron.training.verification.outcomes import Outcome, compare
+from megatron.training.verification.outcomes import compare
 from megatron.training.verification.small_run import SmallRun
 from tests.harness import Pool
+from tests.outcome_cache import OutcomeCache
 from tools.verify_layout import case, closed_form
 
 MODEL = (
@@ -86,26 +87,14 @@ def on(variant: str, text: str) -> tuple[RunConfig, RunConfig]:
     return (with_lion(both[0]), with_lion(both[1])) if variant == "lion" else both
 
 
-class Serial:
-    """Serial runs, each made once."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._made: dict[str, Outcome] = {}
-
-    def of(self, config: RunConfig) -> Outcome:
-        if repr(config) not in self._made:
-            self._made[repr(config)] = equality.run(self.pool, case(config))
-        return self._made[repr(config)]
-
-
 @pytest.fixture(scope="module")
-def serial(pool: Pool) -> Serial:
-    return Serial(pool)
+def serial(pool: Pool) -> OutcomeCache:
+    """Return serial runs."""
+    return OutcomeCache(pool)
 
 
 @pytest.mark.parametrize(("variant", "text"), MATRIX)
-def test_equals_the_serial_run(serial: Serial, variant: str, text: str) -> None:
+def test_equals_the_serial_run(serial: OutcomeCache, variant: str, text: str) -> None:
     config, reference = on(variant, text)
     outcome = equality.run(serial.pool, case(config))
     apart = compare(outcome, serial.of(reference))
@@ -138,7 +127,7 @@ def test_norms_of_groups_are_those_of_the_serial_run(pool: Pool, text: str) -> N
         assert norms == pytest.approx(expected, rel=1e-12)
 
 
-def test_blockwise_is_another_update(serial: Serial) -> None:
+def test_blockwise_is_another_update(serial: OutcomeCache) -> None:
     """The comparison can fail: parts that are orthogonal by themselves are no orthogonal whole."""
     config, reference = on("muon", "tp2")
     optimizer = replace(config.optimizer, muon_tp_mode="blockwise")

@@ -15,12 +15,11 @@ from megatron.core.distributed.config import STRATEGIES
 from megatron.core.precision.config import PrecisionConfig
 from megatron.training.arguments import read_settings
 from megatron.training.config import RunConfig
-from megatron.training.verification import equality
 from megatron.training.verification.layout_words import parse_layout
 from megatron.training.verification.outcomes import Outcome, compare
 from megatron.training.verification.small_run import SmallRun
 from tests.harness import Pool
-from tools.verify_layout import case
+from tests.outcome_cache import OutcomeCache
 
 MODEL = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
@@ -53,22 +52,9 @@ PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
 """Settings, and the largest relative difference of a loss or norm."""
 
 
-class Runs:
-    """Outcomes, each made once."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._made: dict[str, Outcome] = {}
-
-    def of(self, config: RunConfig) -> Outcome:
-        if repr(config) not in self._made:
-            self._made[repr(config)] = equality.run(self.pool, case(config))
-        return self._made[repr(config)]
-
-
 @pytest.fixture(scope="module")
-def runs(pool: Pool) -> Runs:
-    return Runs(pool)
+def runs(pool: Pool) -> OutcomeCache:
+    return OutcomeCache(pool)
 
 
 def configs(strategy: str, recomputed: str) -> tuple[RunConfig, RunConfig]:
@@ -82,7 +68,7 @@ def configs(strategy: str, recomputed: str) -> tuple[RunConfig, RunConfig]:
 
 @pytest.mark.parametrize("recomputed", RECOMPUTED)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, TORCH])
-def test_float64_equals_the_serial_run(runs: Runs, strategy: str, recomputed: str) -> None:
+def test_float64_equals_the_serial_run(runs: OutcomeCache, strategy: str, recomputed: str) -> None:
     config, reference = configs(strategy, recomputed)
     apart = compare(runs.of(config), runs.of(reference))
     assert apart.largest <= 1e-10, apart
@@ -99,7 +85,9 @@ def numbers(outcome: Outcome) -> list[float]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_other_precisions_stay_within_a_bound(runs: Runs, precision: str, strategy: str) -> None:
+def test_other_precisions_stay_within_a_bound(
+    runs: OutcomeCache, precision: str, strategy: str
+) -> None:
     found = numbers(runs.of(in_precision(strategy, "kept", precision)))
     expected = numbers(runs.of(in_precision("no_shard", "kept", precision)))
     apart = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
@@ -112,7 +100,7 @@ def test_other_precisions_stay_within_a_bound(runs: Runs, precision: str, strate
     [*itertools.product(STRATEGIES, PRECISIONS), (TORCH, "fp32"), (TORCH, "bf16")],
 )
 def test_recomputation_changes_no_bit(
-    runs: Runs, precision: str, strategy: str, recomputed: str
+    runs: OutcomeCache, precision: str, strategy: str, recomputed: str
 ) -> None:
     again = runs.of(in_precision(strategy, recomputed, precision))
     assert numbers(again) == numbers(runs.of(in_precision(strategy, "kept", precision)))
