@@ -171,13 +171,16 @@ def explained(launch: Launch, world_size: int | None, unknown: Mapping[str, str]
         declared = {**specs(RunConfig), **specs(Invocation)}
         vocabulary = Vocabulary(declared, flag_status.load())
     found = explain.findings(launch.flags, vocabulary, unknown)
-    for line in listed(found):
-        print(line)
     if launch.program == "preprocess_data.py":
-        problems, missing = checked_tool(found)
+        told, (problems, missing) = found, checked_tool(found)
+        plan = ""
     else:
-        problems, missing = planned(launch, found, world, unknown)
-    return concluded(found, problems, missing)
+        told, plan, problems, missing = planned(launch, found, world, unknown)
+    for line in listed(told):
+        print(line)
+    if plan:
+        print(f"\n{plan}")
+    return concluded(told, problems, missing)
 
 
 def listed(found: Sequence[Finding]) -> Iterator[str]:
@@ -214,9 +217,9 @@ def wrapped(texts: Sequence[str], width: int = 98) -> Iterator[str]:
 
 
 def planned(
-    launch: Launch, found: Sequence[Finding], world: int | None, unknown: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """Print the plan; return what would differ and what is missing."""
+    launch: Launch, found: list[Finding], world: int | None, unknown: Mapping[str, str]
+) -> tuple[list[Finding], str, list[str], list[str]]:
+    """Return what becomes of each flag, the plan, what would differ and what is missing."""
     problems: list[str] = []
     missing: list[str] = []
     if launch.program != "pretrain_gpt.py":
@@ -228,23 +231,23 @@ def planned(
         give = explain.ways([str(size) for size in launch.sizes], unknown)
         missing.append(f"the number of processes: {f'{give} or ' * bool(give)}--world-size N")
     if missing or any(item.kind in ("open", "malformed") for item in found):
-        return problems, missing
+        return found, "", problems, missing
     words = [*explain.plannable(found), "--dry-run", "--dry-run-world-size", str(world)]
     try:
         run = parse(words)
     except UserError as error:
-        return [*problems, f"no plan: {error}"], missing
-    # What the flags became stands above already.
+        return explain.blamed(found, str(error)), "", [*problems, f"no plan: {error}"], missing
+    # What the flags became stands beside them already.
     told = {normalise(item.words[0]) for item in found if item.kind == "no effect"}
     rest = tuple(note for note in run.no_effect if note.split()[0] not in told)
     shown = dataclasses.replace(run, no_effect=rest, renamed=())
-    print(f"\n{plan_report.report(shown, 'pretrain_gpt')}")
+    plan = plan_report.report(shown, "pretrain_gpt")
     problems += explain.differences(run)
     try:
         rules.check_built(run.config)
     except UserError as error:
         problems.append(f"a run would stop: {error}")
-    return problems, missing
+    return found, plan, problems, missing
 
 
 def checked_tool(found: Sequence[Finding]) -> tuple[list[str], list[str]]:

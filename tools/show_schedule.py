@@ -1,12 +1,13 @@
 """Draw pipeline schedules on one time scale: who works when, who waits, who holds how much.
 
     python tools/show_schedule.py [--schedules 1f1b,zb-v] [--stages 4] [--microbatches 8]
-        [--chunks 2] [--forward 1] [--backward 2] [--transfer 0] [--output schedules.html]
+        [--chunks 2] [--forward 1] [--backward 2] [--transfer 0] [--output FILE.html]
 
 One row per rank; numbers are microbatches, from 0. Blank stretches are bubble: the dashed line is
 where a pipeline that never waits would end. At the right, each rank's most microbatches alive at
 once, which is what its activations need. Costs are of a microbatch through all that a rank holds,
-so each schedule does the same work. An output called .svg gets the picture alone.
+so each schedule does the same work. Without --output only the table is printed; a file called .svg
+gets the picture alone.
 """
 
 import argparse
@@ -269,6 +270,17 @@ def build(options: argparse.Namespace) -> list[Timeline]:
     return [simulate(schedule, Costs(*costs)) for schedule in schedules]
 
 
+def check_output(output: Path | None) -> None:
+    """Refuse a file that could not be written, before the work."""
+    if output is None:
+        return
+    if output.suffix.lower() not in SUFFIXES:
+        raise UserError(
+            f"--output {output}: the name must end in .svg, .html or .htm, which is what is written"
+        )
+    check_file("--output", output)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Tells an error in one line, as all programs here do."""
 
@@ -297,25 +309,23 @@ def main(argv: list[str] | None = None) -> int:
         "--backward-weight", type=float, help="the weight gradient's part of it (half)"
     )
     parser.add_argument("--transfer", type=float, default=0.0, help="time of a message (0)")
-    parser.add_argument("--output", type=Path, default=Path("schedules.html"))
+    parser.add_argument(
+        "--output", type=Path, help="draw a timeline too, into this .svg or .html file"
+    )
     options = parser.parse_args(argv)
     try:
-        suffix = options.output.suffix.lower()
-        if suffix not in SUFFIXES:
-            raise UserError(
-                f"--output {options.output}: the name must end in .svg, .html or .htm, which is "
-                "what is written"
-            )
-        check_file("--output", options.output)
+        check_output(options.output)
         timelines = build(options)
         settings = (
             f"{options.stages} ranks, {options.microbatches} microbatches; forward "
             f"{options.forward:g}, backward {options.backward:g} (weight gradient "
             f"{options.backward_weight:g}), transfer {options.transfer:g}"
         )
-        text = picture(timelines) if suffix == ".svg" else page(timelines, settings)
-        with atomic_path(options.output) as path:
-            path.write_text(text, encoding="utf-8")
+        if options.output is not None:
+            svg = options.output.suffix.lower() == ".svg"
+            with atomic_path(options.output) as path:
+                text = picture(timelines) if svg else page(timelines, settings)
+                path.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:
         print(f"show_schedule.py: error: {error}", file=sys.stderr)
         return 2
@@ -323,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"  {'schedule':<12} {'bubble':>7} {'time':>8} {'held':>6}")
     for name, bubble, time, held in rows(timelines):
         print(f"  {name:<12} {bubble:>7} {time:>8} {held:>6}")
-    print(f"wrote {options.output}")
+    print(f"wrote {options.output}" if options.output else "--output FILE.html draws them")
     return 0
 
 

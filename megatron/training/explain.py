@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.core.config import Spec
@@ -98,6 +98,16 @@ def plannable(found: Sequence[Finding]) -> list[str]:
         if item.kind in ("same", "renamed") or idle or left_out:
             kept += item.words
     return kept
+
+
+def blamed(found: Sequence[Finding], message: str) -> list[Finding]:
+    """Return the findings, with the flag and value that an error begins with as refused by it."""
+    return [
+        replace(item, kind="refused", note=message.removeprefix(item.text).strip())
+        if item.kind == "same" and len(item.words) > 1 and message.startswith(f"{item.text} ")
+        else item
+        for item in found
+    ]
 
 
 def replica(found: Sequence[Finding]) -> int:

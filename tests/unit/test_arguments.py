@@ -369,6 +369,7 @@ def test_the_same_value_twice_in_a_file_is_one(tmp_path: Path) -> None:
         ("--hiden-size", "--hidden-size"),
         ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
         ("--seqlength", "--seq-length"),
+        ("--cpu-offloading", "--cpu-offloading-num-layers"),
         ("--no-such-flag", ""),
         ("--frobnicate", ""),
         ("--fancy-new-optimizer", ""),

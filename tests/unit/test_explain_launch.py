@@ -39,6 +39,13 @@ def test_verdicts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a run would stop at --fp8-format, --num-experts, --no-such-flag" in text
 
 
+def test_a_value_that_is_not_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8"
+    code, text = explain(capsys, "--", *f"python pretrain_gpt.py {BASE} {flags}".split())
+    assert code == 1 and "refused (1):\n  --exp-avg-dtype fp8\n      is not built" in text
+    assert "a run would stop at --exp-avg-dtype" in text
+
+
 def test_a_script_with_its_own_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

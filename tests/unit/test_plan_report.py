@@ -85,7 +85,8 @@ def test_the_plan_says_everything_that_is_known_without_a_device() -> None:
     assert found["layout"] == [
         "processes 8 = tensor 1 x context 1 x data 4 x pipeline 2",
         "ranks count up along tensor, then context, then data, then pipeline",
-        "ranks of a process group: dp 4, dp_cp 4, pp 2, ends 2, edp 4, world 8",
+        "ranks of a process group: dp 4, dp_cp 4 (see different tokens, gradients are summed over "
+        "them), pp 2, ends 2 (first and last stage), world 8",
         "layers per stage: 2 1 = 3",
     ]
     assert found["pipeline"] == [

@@ -155,7 +155,9 @@ def test_a_plan_lists_what_is_made_again_and_what_waits_in_the_host() -> None:
     header, sizes = (re.split(r"\s{2,}", line.strip()) for line in table[:2])
     # 4 inputs of 64 tokens with 64 channels in fp32
     assert dict(zip(header, sizes, strict=True))["host"] == "64.00 KiB"
-    assert "more, which no log counts" in text
+    assert "more (--recompute-granularity 32.1%), which no log counts" in text
+    pieces = report(run("--dry-run --logits-at-once 100"), "test")
+    assert "the head's logits, which are not kept but made in pieces (--logits-at-once)" in pieces
     plain = report(run("--dry-run"), "test")
     assert "host" not in plain and "which no log counts" not in plain
 
@@ -163,7 +165,8 @@ def test_a_plan_lists_what_is_made_again_and_what_waits_in_the_host() -> None:
 def again(words: str) -> float:
     """Return the multiply-adds for a token that are made again."""
     config = run(words).config
-    return accounting.recomputed_flops_per_sample(config, 128) / 2 / config.data.seq_length
+    parts = accounting.recomputed_flops_per_sample(config, 128)
+    return sum(parts.values()) / 2 / config.data.seq_length
 
 
 def test_operations_that_are_made_again_by_hand() -> None:

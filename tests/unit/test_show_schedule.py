@@ -29,6 +29,14 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["interleaved", "16.7%", "21", "4"] in lines and ["zb-h1", "11.1%", "20", "3"] in lines
 
 
+def test_a_table_alone_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tool.main(["--schedules", "1f1b"]) == 0
+    assert "1f1b" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_page_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One microbatch over two ranks: F F B B, with a message on the way there and back."""
     path = tmp_path / "page.html"

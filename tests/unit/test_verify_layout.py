@@ -466,3 +466,11 @@ def test_help_lists_the_words(capsys: pytest.CaptureFixture[str]) -> None:
     kept = text.split("are kept", 1)[1]
     for flag in ("--tp-comm-overlap", "--cp-comm-type", "--overlap-grad-reduce"):
         assert f"    {flag}\n" in kept
+
+
+def test_recomputation_and_offload_may_stand_behind_the_words() -> None:
+    text = "tp2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    (layout,) = parse_layouts(f"{text};", "test")
+    assert layout.values["recompute_granularity"] == "full" and layout.world_size == 2
+    with pytest.raises(UserError, match="--hidden-size is no matter of a layout"):
+        parse_layouts("tp2 --hidden-size 4", "test")

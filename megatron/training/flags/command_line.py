@@ -17,6 +17,8 @@ from megatron.training.flags.flag_status import Row
 
 LEAST_LIKENESS = 0.75
 """Of a spelling that is worth naming; two words have 1 if they are the same."""
+MOST_LONGER = 3
+"""Flags named that begin with all of an unknown one, as --cpu-offloading-num-layers does."""
 
 Place = Literal["flag", "file"]
 
@@ -117,14 +119,16 @@ class Vocabulary:
 
 
 def _close(name: str, choices: Iterable[str]) -> list[str]:
-    """Return the flags spelled like ``name``, as far as one may have mistyped it."""
+    """Return the flags spelled like ``name``, as far as one may have mistyped it or cut it off."""
     bare = [choice.removeprefix("--") for choice in choices]
     word = name.removeprefix("--")
-    return [
-        f"--{choice}"
+    alike = [
+        choice
         for choice in nearest(word, bare)
         if SequenceMatcher(None, choice, word).ratio() >= LEAST_LIKENESS
     ]
+    longer = sorted((choice for choice in bare if choice.startswith(f"{word}-")), key=len)
+    return [f"--{choice}" for choice in alike or longer[:MOST_LONGER]]
 
 
 def normalise(flag: str) -> str:

@@ -256,31 +256,32 @@ def prediction_multiply_adds(model: TransformerConfig) -> int:
     return 3 * model.hidden_size + 2 * model.hidden_size * model.hidden_size
 
 
-def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> int:
+def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> dict[str, int]:
     """Return the operations on one sample that backward does again, beside `flops_per_sample`.
 
-    They are what recomputation adds, and the head's products where its loss works on pieces of the
-    sequence. Counted as there: one forward, norms and the like left out.
+    By what makes them again: ``recomputation``, and the ``head`` where its loss works on pieces of
+    the sequence; without the parts that do none. Counted as there: one forward, norms and the like
+    left out.
     """
     model, seq_length = config.model, config.data.seq_length
     recompute, depths = model.recompute, model.mtp.depths
     parts = layer_multiply_adds(model, seq_length)
-    per_token = 0.0
+    per_token = {"recomputation": 0.0, "head": 0.0}
     if recompute.granularity == "full":
         units = (recompute.units(stage.layers) for stage in config.stages)
         layers = sum(len(unit) for stage in units for unit in stage)
         ahead = depths * recompute.covers_prediction_ahead
-        per_token += (layers + ahead) * sum(parts.values())
-        per_token += ahead * prediction_multiply_adds(model)
+        per_token["recomputation"] += (layers + ahead) * sum(parts.values())
+        per_token["recomputation"] += ahead * prediction_multiply_adds(model)
     else:
         again = sum(parts.get(module, 0) for module in set(recompute.modules))
-        per_token += (model.num_layers + depths) * again
+        per_token["recomputation"] += (model.num_layers + depths) * again
     samples = config.training.micro_batch_size
     positions = seq_length // config.parallel.context_parallel_size
     rows = padded_rows // config.parallel.tensor_model_parallel_size
     if loss_pieces(positions, samples, rows, limit=model.logits_at_once) > 1:
-        per_token += (1 + depths) * model.hidden_size * padded_rows
-    return round(2 * per_token * seq_length)
+        per_token["head"] += (1 + depths) * model.hidden_size * padded_rows
+    return {part: round(2 * adds * seq_length) for part, adds in per_token.items() if adds}
 
 
 class BufferKey(NamedTuple):

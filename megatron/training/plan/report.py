@@ -22,6 +22,23 @@ GPT2_IDS = 50257
 CURVE_POINTS = 5
 MOST_STAGES = 16
 """Stages whose layers are listed although all have equally many."""
+_MADE_AGAIN = {
+    "recomputation": "--recompute-granularity",
+    "head": "the head's logits, which are not kept but made in pieces (--logits-at-once)",
+}
+_AXES = {
+    "kv_replica": "hold the same key and value heads",
+    "cp_inner": "trade heads for positions",
+    "cp_outer": "pass keys on",
+    "dp_cp": "see different tokens, gradients are summed over them",
+    "dp_inner": "share out a set of what replicas hold",
+    "dp_outer": "hold the same share",
+    "ends": "first and last stage",
+    "etp": "share each expert's matrices",
+    "ep": "share out the experts",
+    "edp": "replicas of the experts",
+}
+_OF_EXPERTS = ("etp", "ep", "edp")
 MOST_SIZES = 20
 """Steps of a batch-size ramp that are shown."""
 
@@ -94,13 +111,20 @@ def _layout(config: RunConfig) -> Iterator[str]:
     yield f"processes {world} = {factors}"
     if world > 1:
         yield f"ranks count up along {', then '.join(names[axis] for axis in sizes)}"
-        groups = [f"{name} {size}" for name, size in config.axis_sizes.items() if size > 1]
-        yield f"ranks of a process group: {', '.join(groups)}"
+        yield f"ranks of a process group: {', '.join(_process_groups(config))}"
     counts = [len(stage.layers) for stage in config.stages]
     each = " ".join(map(str, counts))
     if len(counts) > MOST_STAGES and len(set(counts)) == 1:
         each = f"{counts[0]} in each of {len(counts)}"
     yield f"layers per stage: {each} = {sum(counts)}"
+
+
+def _process_groups(config: RunConfig) -> Iterator[str]:
+    """Yield the axes that have several ranks; those that no flag names in words."""
+    has_experts = config.parallel.expert_model_parallel_size > 1
+    for name, size in config.axis_sizes.items():
+        if size > 1 and (has_experts or name not in _OF_EXPERTS):
+            yield f"{name} {size}" + (f" ({_AXES[name]})" if name in _AXES else "")
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
@@ -242,7 +266,9 @@ def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[st
     yield f"{per_sample * config.total_samples:.4e} FLOPs in the whole run"
     again = accounting.recomputed_flops_per_sample(config, vocabulary.padded_rows)
     if again and not config.training.skip_train:
+        parts = ", ".join(f"{_MADE_AGAIN[part]} {n / per_sample:.1%}" for part, n in again.items())
+        total = sum(again.values())
         yield (
-            f"{(per_sample + again) * config.batch_sizes.final:.4e} FLOPs per iteration with what "
-            f"backward makes again: {again / per_sample:.1%} more, which no log counts"
+            f"{(per_sample + total) * config.batch_sizes.final:.4e} FLOPs per iteration with what "
+            f"backward makes again: {total / per_sample:.1%} more ({parts}), which no log counts"
         )

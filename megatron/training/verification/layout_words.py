@@ -7,7 +7,7 @@ gpipe ... zb-v      the schedule
 p2p all_gather a2a a2a+p2p    how attention communicates along cp
 overlap             gradients are summed during the backward
 optim ... optim_grads_params  what replicas share out
---flag value ...    any flag of a run, behind the words
+--flag value ...    any flag of ranks, recomputation or offload, behind the words
 """
 
 import re
@@ -24,6 +24,8 @@ from megatron.core.grid import ParallelConfig
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.layout import parse_layout as parse_stages
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError, nearest
 from megatron.training.arguments import read_settings
 from megatron.training.config import RunConfig
@@ -52,6 +54,8 @@ NAMES = {
     for name in specs(owner)
 }
 """Settings that make a layout."""
+_BEHIND = NAMES | {*specs(RecomputeConfig), *specs(OffloadConfig)}
+"""Settings that may stand behind the words: the serial run gives the same without them."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +182,10 @@ def _meaning(word: str) -> tuple[str, Any]:
 
 
 def _flags(words: Sequence[str], tool: str) -> Mapping[str, Any]:
-    """Return the settings of flags that make a layout."""
+    """Return the settings of flags behind the words."""
     values = read_settings(words, tool).values
     for name in values:
-        if name not in NAMES:
+        if name not in _BEHIND:
             raise UserError(
                 f"--layouts: {flag_of(RunConfig, name)} is no matter of a layout, and the serial "
                 "run would not have it; give it to the whole command"
