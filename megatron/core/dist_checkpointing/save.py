@@ -104,11 +104,12 @@ def write(staged: Staged, folder: Path, rank: int) -> Index:
                     offset += round_up(piece.tensor.nbytes, ALIGNMENT)
             os.fsync(file.fileno())
         index.files[name] = offset
-    write_index(index, folder / _mark(rank))
+    write_index(index, folder / mark(rank))
     return index
 
 
-def _mark(rank: int) -> str:
+def mark(rank: int) -> str:
+    """Return the name of a rank's done-mark."""
     return f"rank{rank:05d}.done"
 
 
@@ -117,13 +118,14 @@ def _write_tensor(descriptor: int, tensor: Tensor, helper: ThreadPoolExecutor) -
     crc = 0
     for chunk in _chunks(tensor):
         checksum = helper.submit(zlib.crc32, chunk, crc)
-        _write_all(descriptor, chunk)
+        write_all(descriptor, chunk)
         crc = checksum.result()
-    _write_all(descriptor, memoryview(bytes(-tensor.nbytes % ALIGNMENT)))
+    write_all(descriptor, memoryview(bytes(-tensor.nbytes % ALIGNMENT)))
     return crc
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of ``data`` to a file that may take a part of it at a time."""
     while data:
         data = data[os.write(descriptor, data) :]
 
@@ -158,7 +160,7 @@ def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) ->
     index.facts = {**facts, "published": time.time()}
     write_index(index, partial / INDEX)
     for rank in range(ranks):
-        (partial / _mark(rank)).unlink()
+        (partial / mark(rank)).unlink()
     sync_folder(partial)
     old = final.with_name(final.name + REPLACED)
     if final.exists():
@@ -176,7 +178,7 @@ def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) ->
 
 
 def _read_part(partial: Path, rank: int) -> Index:
-    path = partial / _mark(rank)
+    path = partial / mark(rank)
     try:
         part = parse_index(path.read_text(encoding="utf-8"), str(path))
         sizes = {name: os.stat(partial / name).st_size for name in part.files}
