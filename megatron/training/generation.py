@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config import Config, resolve, specs
-from megatron.core.dist_checkpointing.load import Checkpoint, load
+from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.grid import ParallelConfig, place
 from megatron.core.inference.engine import Completion, generate
 from megatron.core.inference.sampling import Sampling

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.core import rng
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.format import Index
-from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError
+from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import Staged
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.training.arguments import parse
 from megatron.training.pretrain import Program
 from megatron.training.verification import equality, outcomes

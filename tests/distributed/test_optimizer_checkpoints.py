@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.harness import Pool
 from tests.programs import assert_rows_equal, launch, metrics
 

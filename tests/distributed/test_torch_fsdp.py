@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from megatron.core import rng, sharding
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.layout import unit_of
 from megatron.core.grid import ParallelConfig

@@ -19,7 +19,7 @@ import torch
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.format import read_index
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.kernels import matmul
 from megatron.core.rng import DropoutKey
 from megatron.core.utils import UserError

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing import catalog, format, save
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.unit.checkpoint_files import WORLD, item, planned, two, write
 
 # The catalog

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.dist_checkpointing import catalog, format, save
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError
+from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer

@@ -13,8 +13,9 @@ import torch
 
 from megatron.core.dist_checkpointing import catalog, format, plan
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import Checkpoint, load
+from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.plan import Piece
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.sharding import Region, Sharding, box_slices, whole
 from tests.unit.checkpoint_files import (
     INIT,

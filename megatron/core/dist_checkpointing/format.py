@@ -75,6 +75,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     boxes: list[StoredBox] = field(default_factory=list)
+    padded_to: int = 1
+    """Other programs store rows that only pad a vocabulary, up to a multiple of this number."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -94,6 +96,8 @@ class Index:
     files: dict[str, int] = field(default_factory=dict)
     """Size in bytes by file name."""
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    format: str = FORMAT
+    """Name of the format; another program's has no ``checkpoint.json``."""
 
     @property
     def bytes(self) -> int:

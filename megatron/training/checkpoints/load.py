@@ -12,7 +12,8 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import Checkpoint, DamagedError, load
+from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig

@@ -1,0 +1,276 @@
+"""Reading a checkpoint of any format, box by box.
+
+`Reader` is what loading, resharding and tools ask of one: tensors by our keys, facts in our words,
+any box of any tensor in bounded memory. A format is a way to make one. `Checkpoint` is the reader
+of every format whose files hold boxes as raw bytes: ours, and those of Megatron-LM, whose index is
+worked out from theirs (`detect.open_index`).
+
+`Checkpoint` reads only the bytes that are needed, a chunk at a time, and straight into place where
+that is contiguous host memory of the same dtype.
+"""
+
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.detect import open_index
+from megatron.core.dist_checkpointing.format import (
+    CHUNK,
+    CheckpointError,
+    Index,
+    StoredBox,
+    StoredTensor,
+)
+from megatron.core.dist_checkpointing.plan import (
+    Piece,
+    intersection,
+    relative,
+    uncovered,
+    volume,
+)
+from megatron.core.sharding import Box, box_shape, box_slices
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written."""
+
+
+class TensorFacts(Protocol):
+    """What is known of a stored tensor before it is read."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of the stored dtype, such as ``bfloat16``."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the logical shape."""
+        ...
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the stored dtype as torch's."""
+        ...
+
+    @property
+    def padded_to(self) -> int:
+        """Return the multiple to which the rows are padded; 1: no row is padding."""
+        ...
+
+
+class Reader(Protocol):
+    """An open checkpoint of any format."""
+
+    @property
+    def folder(self) -> Path:
+        """Return where it lies."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """Return the name of its format."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return what the run said about itself, in the words of our own checkpoints."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Return size in bytes by name, of the files that hold tensors."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """Return the stored tensors by our keys."""
+        ...
+
+    @property
+    def hash(self) -> str:
+        """Return what names the content."""
+        ...
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """Return a tensor, or one box of it, in the stored dtype."""
+        ...
+
+    def fill(self, key: str, piece: Piece) -> None:
+        """Read one box of a tensor into a view, converting to its dtype."""
+        ...
+
+    def damages(self, files: Iterable[str] | None = None) -> list[str]:
+        """Return what is known not to be as it was written (in ``files``, or in all)."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...
+
+
+class Checkpoint:
+    """A complete checkpoint, open for reading; close it or use it in a ``with`` block."""
+
+    def __init__(self, folder: Path, index: Index | None = None) -> None:
+        self.folder = folder
+        self.index = index if index is not None else open_index(folder)
+        self._descriptors: dict[str, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    @property
+    def format(self) -> str:
+        """Return the name of the format."""
+        return self.index.format
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what the run said about itself."""
+        return self.index.facts
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Return size in bytes by name."""
+        return self.index.files
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the stored tensors by key."""
+        return self.index.tensors
+
+    @property
+    def hash(self) -> str:
+        """Return the hash of the content."""
+        return self.index.hash
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """Return a tensor, or one box of it, in the stored dtype."""
+        stored = self.index.tensors[key]
+        wanted = box if box is not None else tuple((0, size) for size in stored.shape)
+        out = torch.empty(box_shape(wanted), dtype=stored.torch_dtype)
+        self.fill(key, Piece(wanted, out))
+        return out
+
+    def fill(self, key: str, piece: Piece) -> None:
+        """Read one box of a tensor into a view, converting to its dtype."""
+        stored = self.index.tensors[key]
+        found = 0
+        for box in stored.boxes:
+            common = intersection(box.box, piece.box)
+            if common is None:
+                continue
+            target = piece.tensor[box_slices(relative(common, piece.box))]
+            wanted = box_slices(relative(common, box.box))
+            self._fill(stored, box, box_shape(box.box), box.offset, wanted, target)
+            found += volume(common)
+        assert found == volume(piece.box), f"{key} {piece.box}: {found} elements found"
+
+    def _fill(
+        self,
+        stored: StoredTensor,
+        box: StoredBox,
+        shape: Sequence[int],
+        offset: int,
+        wanted: Sequence[slice],
+        target: Tensor,
+    ) -> None:
+        """Read ``wanted`` of the block of ``shape`` at ``offset`` of a file into ``target``."""
+        size = stored.torch_dtype.itemsize
+        row = math.prod(shape[1:]) * size
+        rows = wanted[0] if wanted else slice(0, 1)
+        inner = tuple(wanted[1:])
+        whole = all(w == slice(0, extent) for w, extent in zip(inner, shape[1:], strict=True))
+        if not whole and row > CHUNK // 16:
+            # Wide rows of which a part is wanted: look into each.
+            for number in range(rows.start, rows.stop):
+                place = offset + number * row
+                self._fill(stored, box, shape[1:], place, inner, target[number - rows.start])
+            return
+        direct = (
+            whole
+            and target.is_contiguous()
+            and target.dtype == stored.torch_dtype
+            and target.device.type == "cpu"
+        )
+        step = max(CHUNK // row, 1) if row else 1
+        target = target if wanted else target.reshape(1)
+        for first in range(rows.start, rows.stop, step):
+            last = min(first + step, rows.stop)
+            part = target[first - rows.start : last - rows.start]
+            length = (last - first) * row
+            raw = part.reshape(-1).view(torch.uint8) if direct else self._scratch(length)
+            self._read(box.file, raw, offset + first * row)
+            if not direct:
+                block = raw.view(stored.torch_dtype).view(last - first, *shape[1:])
+                part.copy_(block[(slice(None), *inner)])
+
+    def _scratch(self, length: int) -> Tensor:
+        if self._buffer.numel() < length:
+            self._buffer = torch.empty(length, dtype=torch.uint8)
+        return self._buffer[:length]
+
+    def _open(self, file: str) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(self.folder / file, os.O_RDONLY)
+        return self._descriptors[file]
+
+    def _read(self, file: str, out: Tensor, offset: int) -> None:
+        """Fill a flat uint8 tensor from a file."""
+        descriptor = self._open(file)
+        view = memoryview(out.numpy())  # type: ignore[arg-type]
+        while view:
+            got = os.preadv(descriptor, [view], offset)
+            if got == 0:
+                raise CheckpointError(f"{self.folder / file} ends at byte {offset}")
+            view, offset = view[got:], offset + got
+
+    def damages(self, files: Iterable[str] | None = None) -> list[str]:
+        """Return what does not match its checksum, tensor by tensor (in ``files``, or in all).
+
+        Coverage is checked too: whoever changed an index with care could have left out a box.
+        """
+        chosen = set(self.index.files if files is None else files)
+        problems, boxes = [], []
+        for key, stored in self.index.tensors.items():
+            hole = uncovered(stored.shape, [box.box for box in stored.boxes])
+            if hole is not None:
+                problems.append(f"{key}: {hole}")
+            boxes += [(key, stored.bytes_of(box), box) for box in stored.boxes]
+        boxes = [entry for entry in boxes if entry[2].file in chosen]
+        for file in chosen:
+            self._open(file)
+        with ThreadPoolExecutor(4) as readers:
+            checksums = readers.map(lambda entry: self._crc32(entry[2], entry[1]), boxes)
+            for (key, _, box), crc in zip(boxes, checksums, strict=True):
+                if crc != box.crc32:
+                    place = f"{box.file} from byte {box.offset}"
+                    problems.append(f"{key}: {place} does not match its checksum")
+        return problems
+
+    def _crc32(self, box: StoredBox, length: int) -> int:
+        crc = 0
+        buffer = torch.empty(min(CHUNK, length), dtype=torch.uint8)
+        for start in range(0, length, CHUNK):
+            raw = buffer[: min(CHUNK, length - start)]
+            self._read(box.file, raw, box.offset + start)
+            crc = zlib.crc32(memoryview(raw.numpy()), crc)  # type: ignore[arg-type]
+        return crc
