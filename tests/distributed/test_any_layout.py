@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.harness import Pool
 from tests.programs import assert_rows_equal, launch, metrics
 
