@@ -224,8 +224,9 @@ def test_a_logit_that_is_no_number_is_seen(bad: float) -> None:
         (2, 1030, "shared", False),
     ],
 )
+@pytest.mark.parametrize("scale", [0.7, -0.5])
 def test_masked_softmax(
-    queries: int, keys: int, mask: str, causal: bool, dtype: torch.dtype
+    queries: int, keys: int, mask: str, causal: bool, scale: float, dtype: torch.dtype
 ) -> None:
     scores = 3 * drawn(2, 2, queries, keys, dtype=dtype)
     visible = None
@@ -234,7 +235,7 @@ def test_masked_softmax(
         visible[0, 0, 1] = False
 
     def call(f: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: f(x, visible, causal, 0.7)
+        return lambda x: f(x, visible, causal, scale)
 
     compare(call(triton_op("masked_softmax")), call(masked_softmax_reference), [scores], dtype)
 

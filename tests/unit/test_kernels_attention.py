@@ -328,3 +328,21 @@ def test_ds_12_two_thousand_documents_cost_time_linear_in_tokens():
     assert sum(tile.pairs for tile in plan) <= S * 16
     plan = list(blocked.tiles(q[:512], q[:512], Rule(scale=1.0, window=(8, 0)), Extras()))
     assert sum(tile.pairs for tile in plan) <= 512 * (8 + blocked.TILE)
+
+
+@pytest.mark.parametrize("name", ["softcap", "causal"])
+@pytest.mark.parametrize("extras", ["plain", "alibi", "bias"])
+def test_scores_of_fp16_do_not_overflow(name: str, extras: str) -> None:
+    """Products of 128 channels of 30 are 115,200, more than fp16 holds; scores are a tenth."""
+    q, k, v = (torch.randn(5, 1, 2, 128, dtype=F64) for _ in "qkv")
+    q, k = (30 * torch.sign(q), 30 * torch.sign(k))
+    rule = replace(RULES[name], scale=128**-0.5)
+    more = {
+        "plain": Extras(),
+        "alibi": Extras(alibi_slopes_n=torch.tensor([0.5, 0.25])),
+        "bias": Extras(bias=torch.randn(2, 5, 5)),
+    }[extras]
+    wanted = attention_reference(q, k, v, rule, more)
+    found = attention_unfused(q.half(), k.half(), v.half(), rule, more)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.02)

@@ -6,6 +6,7 @@ Shapes: S queries, T keys, B batch, n heads.
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.attention import softmax
 from megatron.core.kernels.dtypes import accumulate_dtype
 
 
@@ -25,10 +26,6 @@ def masked_softmax_reference(
     S, T = scores_BnST.shape[-2:]
     wide_BnST = scores_BnST.to(accumulate_dtype(scores_BnST.dtype)) * scale
     if causal:
-        hidden_ST = torch.ones(S, T, dtype=torch.bool, device=scores_BnST.device).triu(1)
-        wide_BnST = wide_BnST.masked_fill(hidden_ST, -torch.inf)
-    if visible_B1ST is not None:
-        wide_BnST = wide_BnST.masked_fill(~visible_B1ST, -torch.inf)
-    dead_BnS1 = wide_BnST.amax(-1, keepdim=True) == -torch.inf
-    probs_BnST = torch.softmax(wide_BnST.masked_fill(dead_BnS1, 0), -1).masked_fill(dead_BnS1, 0)
-    return probs_BnST.to(scores_BnST.dtype)
+        seen_ST = torch.ones(S, T, dtype=torch.bool, device=scores_BnST.device).tril()
+        visible_B1ST = seen_ST if visible_B1ST is None else visible_B1ST & seen_ST
+    return softmax(wide_BnST, visible_B1ST, None).to(scores_BnST.dtype)

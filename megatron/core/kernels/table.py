@@ -146,8 +146,8 @@ ATTENTION_BACKENDS = {
     "unfused": "unfused",
     "local": "unfused",
 }
-"""--attention-backend -> backend; ``flash`` is the best one that never holds an S x S matrix,
-``unfused`` the best that does."""
+"""--attention-backend -> backend; ``flash`` is the best algorithm in tiles (of torch's own on CUDA,
+documents, ALiBi and biases are still a mask of S x S), ``unfused`` the best that holds scores."""
 
 PACKAGES = ("transformer_engine", "apex")
 """Values of --transformer-impl that are packages, and names of their backends."""

@@ -46,6 +46,7 @@ class Norm(nn.Module):
         self.layer_norm, self.rms_norm = backends.layer_norm, backends.rms_norm
 
     def forward(self, x_NH: Tensor) -> Tensor:
+        assert sharding.is_there(self.weight), "a unit of the model was not called as a module"
         gain_H = self.weight.to(x_NH.dtype)
         if self.bias is None:
             y_NH = self.rms_norm(x_NH, gain_H, self.epsilon, self.zero_centered)

@@ -22,12 +22,13 @@ WARPS = 4
 
 
 @triton.jit
-def _load(x_ptr, mask_ptr, column_C, limit, HAS_MASK: tl.constexpr):
-    """Return scores of a row in fp32, -inf where the row does not look."""
+def _load(x_ptr, mask_ptr, column_C, limit, scale, HAS_MASK: tl.constexpr):
+    """Return scaled scores of a row in fp32, -inf where the row does not look."""
     sees_C = column_C < limit
     if HAS_MASK:
         sees_C = sees_C & (tl.load(mask_ptr + column_C, mask=sees_C, other=0) != 0)
-    return tl.load(x_ptr + column_C, mask=sees_C, other=-float("inf")).to(tl.float32)
+    x_C = tl.load(x_ptr + column_C, mask=sees_C, other=0.0).to(tl.float32)
+    return tl.where(sees_C, x_C * scale, -float("inf"))
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _forward(
     largest_C = tl.full((C,), -3.0e38, tl.float32)
     total_C = tl.zeros((C,), tl.float32)
     for start in range(0, limit, C):
-        x_C = _load(x_ptr, mask_ptr, start + tl.arange(0, C), limit, HAS_MASK) * scale
+        x_C = _load(x_ptr, mask_ptr, start + tl.arange(0, C), limit, scale, HAS_MASK)
         higher_C = tl.maximum(largest_C, x_C)
         total_C = total_C * tl.exp(largest_C - higher_C) + tl.exp(x_C - higher_C)
         largest_C = higher_C
@@ -58,7 +59,7 @@ def _forward(
     divisor = tl.where(total == 0.0, 1.0, total)
     for start in range(0, keys, C):
         column_C = start + tl.arange(0, C)
-        x_C = _load(x_ptr, mask_ptr, column_C, limit, HAS_MASK) * scale
+        x_C = _load(x_ptr, mask_ptr, column_C, limit, scale, HAS_MASK)
         y_C = tl.exp(x_C - largest) / divisor
         tl.store(y_ptr + column_C, y_C.to(y_ptr.dtype.element_ty), mask=column_C < keys)
 
