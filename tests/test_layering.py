@@ -122,6 +122,16 @@ def test_imports_follow_the_table(path: Path) -> None:
     assert violations(path) == []
 
 
+def test_the_bridge_imports_the_library_alone() -> None:
+    halves = {
+        module.split(".")[1]
+        for path in files_of(ROOT / "megatron" / "bridge")
+        for _, module in imports_of(path)
+        if module.startswith("megatron.")
+    }
+    assert halves == {"bridge", "core"}
+
+
 def test_every_unit_has_a_row() -> None:
     assert {unit_of(dotted(path)) for path in files_of(CORE)} <= set(ALLOWED)
     assert {unit_of(dotted(path), "training") for path in files_of(TRAINING)} == set(LINE_OF)

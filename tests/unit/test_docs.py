@@ -40,7 +40,7 @@ def named(package: str) -> set[str]:
     return files
 
 
-@pytest.mark.parametrize("package", ["megatron/core", "megatron/training"])
+@pytest.mark.parametrize("package", ["megatron/core", "megatron/training", "megatron/bridge"])
 def test_every_module_has_its_place_in_the_file_table(package: str) -> None:
     folder = ROOT / package
     there = {

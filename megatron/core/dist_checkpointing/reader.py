@@ -12,7 +12,7 @@ that is contiguous host memory of the same dtype.
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -243,10 +243,15 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder / file} ends at byte {offset}")
             view, offset = view[got:], offset + got
 
-    def damages(self, files: Iterable[str] | None = None) -> list[str]:
+    def damages(
+        self,
+        files: Iterable[str] | None = None,
+        told: Callable[[str, int], None] = lambda key, size: None,
+    ) -> list[str]:
         """Return what does not match its checksum, tensor by tensor (in ``files``, or in all).
 
         Coverage is checked too: whoever changed an index with care could have left out a box.
+        ``told`` hears of each box that was read: its tensor and its size in bytes.
         """
         chosen = set(self.index.files if files is None else files)
         problems, boxes = [], []
@@ -260,7 +265,8 @@ class Checkpoint:
             self._open(file)
         with ThreadPoolExecutor(4) as readers:
             checksums = readers.map(lambda entry: self._crc32(entry[2], entry[1]), boxes)
-            for (key, _, box), crc in zip(boxes, checksums, strict=True):
+            for (key, length, box), crc in zip(boxes, checksums, strict=True):
+                told(key, length)
                 if crc != box.crc32:
                     place = f"{box.file} from byte {box.offset}"
                     problems.append(f"{key}: {place} does not match its checksum")

@@ -1,0 +1,149 @@
+"""What a Hugging Face family says of itself: its settings in ours and back, and its tensors.
+
+A family is written once, for both directions. Its settings need no list of what they cannot
+express: a config goes there and back, and whatever comes back otherwise is named.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from megatron.bridge.copies import Copy
+from megatron.bridge.settings import Settings
+from megatron.core.config import as_json, as_words, specs
+from megatron.core.transformer.config import InitConfig, PositionConfig, TransformerConfig
+from megatron.core.transformer.fusion_config import FusionConfig
+from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.recompute_config import RecomputeConfig
+from megatron.core.utils import UserError
+
+EMBEDDING = "embedding.word_embeddings.weight"
+POSITIONS = "embedding.position_embeddings.weight"
+HEAD = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm"
+
+# How a model is computed or trained, not what it computes; other packages' files do not say it.
+_ASIDE = frozenset(
+    (
+        *specs(RecomputeConfig),
+        *specs(OffloadConfig),
+        *specs(FusionConfig),
+        *specs(InitConfig),
+        *"attention_backend transformer_impl logits_at_once label_smoothing hidden_dropout "
+        "attention_dropout fp32_residual_connection fp16_lm_cross_entropy "
+        "mtp_loss_scaling_factor group_query_attention".split(),
+    )
+)
+_ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
+
+
+class Family(ABC):
+    """One architecture of the transformers library."""
+
+    architecture: ClassVar[str]
+    """Name of its class there."""
+    model_type: ClassVar[str]
+    head: ClassVar[str] = "lm_head.weight"
+    """Its output matrix, which a tied model's file need not have."""
+    token_vectors: ClassVar[str]
+
+    @abstractmethod
+    def from_theirs(self, settings: Settings) -> dict[str, Any]:
+        """Return flat values of `TransformerConfig`.
+
+        Raises:
+            UserError: a setting cannot be expressed in ours; the message names it.
+        """
+
+    @abstractmethod
+    def to_theirs(self, config: TransformerConfig) -> dict[str, Any]:
+        """Return the settings of an architecture, as far as the family has words for it."""
+
+    @abstractmethod
+    def copies(self, config: TransformerConfig, rows: int) -> list[Copy]:
+        """Return which boxes of their tensors are which of ours, of ``rows`` token vectors."""
+
+    def canonical(self, name: str) -> str | None:
+        """Return the name in today's files of a tensor in any file; None for a constant."""
+        return name
+
+    def misfits(self, config: TransformerConfig) -> list[str]:
+        """Return the settings of ours that this family cannot express, as on a command line."""
+        ours = effective(config)
+        try:
+            theirs = Settings(self.to_theirs(config), self.architecture)
+            again = effective(TransformerConfig.resolve(**self.from_theirs(theirs)))
+        except UserError as error:
+            return [str(error)]
+        flags = {name: spec.flag for name, spec in specs(TransformerConfig).items()}
+        return [
+            f"{flags.get(name, name)} {as_words(value)} (it has {as_words(again.get(name))})"
+            for name, value in ours.items()
+            if as_json(again.get(name)) != as_json(value)
+        ]
+
+
+def effective(config: TransformerConfig) -> dict[str, Any]:
+    """Return the settings that decide what a model computes, by name."""
+    flat = {name: value for name, value in config.flatten().items() if name not in _ASIDE}
+    for name in _ACTIVATIONS:
+        del flat[name]
+    flat["activation"] = config.mlp.activation
+    position, attention = config.position, config.attention
+    idle: set[str] = set()
+    if not config.mla.multi_latent_attention:
+        idle |= set(specs(MLAConfig)) - {"multi_latent_attention"}
+    if not position.is_rotary:
+        kept = {"position_embedding_type", "max_position_embeddings"}
+        idle |= set(specs(PositionConfig)) - kept
+    if not position.use_rope_scaling:
+        idle.add("rope_scaling_factor")
+    if position.position_embedding_type != "yarn":
+        idle |= {name for name in flat if name.startswith("yarn_")}
+    if attention.window_size is None:
+        idle.add("window_attn_skip_freq")
+    if not config.mtp.depths:
+        idle |= {name for name in flat if name.startswith("mtp_")}
+    if attention.softmax_scale == attention.kv_channels**-0.5:
+        flat["softmax_scale"] = None
+    if config.add_bias_linear:
+        idle.add("add_qkv_bias")
+    return {name: value for name, value in flat.items() if name not in idle}
+
+
+def choose_by_settings(
+    families: Sequence[Family], values: Mapping[str, Any], origin: str
+) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        UserError: it is none of ``families``.
+    """
+    named = values.get("architectures") or []
+    for family in families:
+        if family.architecture in named or (
+            not named and values.get("model_type") == family.model_type
+        ):
+            return family
+    known = ", ".join(family.architecture for family in families)
+    found = ", ".join(map(str, named)) or f"model_type {values.get('model_type')}"
+    raise UserError(f"{origin} is a model of {found}; those that can be converted are {known}")
+
+
+def choose_by_config(families: Sequence[Family], config: TransformerConfig) -> Family:
+    """Return the family that can express an architecture of ours.
+
+    Raises:
+        UserError: none can; the message says what each lacks.
+    """
+    reasons = []
+    for family in families:
+        misfits = family.misfits(config)
+        if not misfits:
+            return family
+        reasons.append(f"{family.architecture} has no {'; '.join(misfits)}")
+    raise UserError(
+        "this model is none that transformers' classes known here can compute:\n  "
+        + "\n  ".join(reasons)
+    )

@@ -1,0 +1,195 @@
+"""A model of the transformers library as one of ours, and back.
+
+`Import` opens a folder of theirs, `Export` takes our weights. Both know, before a byte moves, that
+each tensor on either side has its partner: ours are those that the model itself would make, so a
+mapping that forgot one could not pass. Values are moved in boxes, in the dtype that they have.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.copies import Plan
+from megatron.bridge.family import Family, choose_by_config, choose_by_settings
+from megatron.bridge.files import Weights, open_weights
+from megatron.bridge.gpt2 import GPT2
+from megatron.bridge.llama import Llama
+from megatron.bridge.settings import Settings, read_json
+from megatron.core import sharding
+from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, slabs
+from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
+from megatron.core.sharding import Box
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.utils import UserError
+
+FAMILIES: Sequence[Family] = (GPT2(), Llama())
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Settings that pass through a conversion and back."""
+
+
+def our_tensors(config: TransformerConfig, rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the logical tensors of a model by name, without making their values."""
+    model = GPTModel(config, Mesh.serial(torch.device("meta")), vocab_size=rows)
+    records = map(sharding.of, model.parameters())
+    return {record.name: record.shape for record in records}
+
+
+class Import:
+    """A folder of theirs, open to be read as tensors of ours; use it in a ``with`` block.
+
+    Args:
+        folder: holds config.json and weights.
+
+    Raises:
+        UserError: a setting cannot be expressed, or a tensor has no partner, or another shape.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "config.json"
+        settings = Settings(read_json(path), str(path))
+        self.family = choose_by_settings(FAMILIES, settings.values, str(path))
+        self.rows: int = settings.need("vocab_size", int)
+        values = self.family.from_theirs(settings)
+        settings.finish()
+        self.config = TransformerConfig.resolve(**values)
+        self.token_ids = {
+            name: settings.values[name]
+            for name in TOKEN_IDS
+            if settings.values.get(name) is not None
+        }
+        self._weights: Weights = open_weights(folder)
+        try:
+            self._stored = self._names(folder)
+            self._plan = Plan(
+                self.family.copies(self.config, self.rows),
+                {name: self._weights.tensors[there] for name, there in self._stored.items()},
+                our_tensors(self.config, self.rows),
+                (str(folder), "the model that it would become"),
+            )
+        except BaseException:
+            self._weights.close()
+            raise
+        self.tensors = {
+            name: Shape(self._plan.dtype(name), shape) for name, shape in self._plan.targets.items()
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._weights.close()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor of ours, in the dtype that `tensors` says."""
+        return self._plan.read(name, box, self.tensors[name].dtype, self._theirs)
+
+    def _theirs(self, name: str, box: Box) -> Tensor:
+        return self._weights.read(self._stored[name], box)
+
+    def _names(self, folder: Path) -> dict[str, str]:
+        """Return the stored name of each tensor by its present one.
+
+        Raises:
+            UserError: two are one tensor, or a tied model has a head of its own.
+        """
+        family, found = self.family, dict[str, str]()
+        for stored in self._weights.tensors:
+            name = family.canonical(stored)
+            if name is None:
+                continue
+            if name in found:
+                raise UserError(f"{folder}: {found[name]} and {stored} are one tensor, {name}")
+            found[name] = stored
+        untied = self.config.untie_embeddings_and_output_weights
+        if untied and family.head not in found:
+            raise UserError(
+                f"{folder} has no {family.head}, but config.json says tie_word_embeddings: false; "
+                "if its head is the embedding, say true there, else the weights are not whole"
+            )
+        if not untied and family.head in found and family.token_vectors in found:
+            self._check_tied(found[family.head], found[family.token_vectors], folder)
+            del found[family.head]
+        return found
+
+    def _check_tied(self, head: str, embedding: str, folder: Path) -> None:
+        """Refuse a head that a tied model would lose."""
+        ours, theirs = (self._weights.tensors[name] for name in (embedding, head))
+        equal = ours == theirs and all(
+            torch.equal(self._weights.read(embedding, box), self._weights.read(head, box))
+            for box in slabs(tuple((0, size) for size in ours.shape), ours.itemsize)
+        )
+        if not equal:
+            raise UserError(
+                f"{folder}: {head} is not {embedding}, but config.json ties them; say "
+                "tie_word_embeddings: false there to keep both"
+            )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Settings and tensors of theirs, made of ours."""
+
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Shape]
+    read: ReadSlab
+
+
+def export(
+    config: TransformerConfig,
+    rows: int,
+    weights: Mapping[str, Shape],
+    read: ReadSlab,
+    *,
+    dtype: str | None = None,
+    token_ids: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Return a model of ours as one of theirs.
+
+    Args:
+        config: the architecture.
+        rows: of the vocabulary, without padding.
+        weights: of the model, by logical name.
+        read: gives a box of one.
+        dtype: of all results; absent, each keeps its own.
+        token_ids: further settings, of `TOKEN_IDS`.
+
+    Raises:
+        UserError: no family of theirs can express the model, or a weight is missing or left over.
+    """
+    family = choose_by_config(FAMILIES, config)
+    there = [copy.reversed() for copy in family.copies(config, rows)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for copy in there:
+        reach = tuple(stop for _, stop in copy.target_box)
+        known = shapes.get(copy.target, reach)
+        shapes[copy.target] = tuple(map(max, known, reach))
+    expected = our_tensors(config, rows)
+    plan = Plan(there, weights, shapes, ("the checkpoint", "the model of theirs"))
+    assert expected.keys() == plan.sources.keys(), "the model has other weights than the mapping"
+    tensors = {name: Shape(dtype or plan.dtype(name), shape) for name, shape in shapes.items()}
+
+    def read_theirs(name: str, box: Box) -> Tensor:
+        return plan.read(name, box, tensors[name].dtype, read)
+
+    settings = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": rows,
+        **family.to_theirs(config),
+        "torch_dtype": main_dtype(tensors),
+        **(token_ids or {}),
+    }
+    return Exported(settings, tensors, read_theirs)
+
+
+def main_dtype(tensors: Mapping[str, Shape]) -> str:
+    """Return the dtype of most bytes."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bytes
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,0 +1,188 @@
+"""What a tool makes of a checkpoint: which tensors, in which dtype, and what is said of them.
+
+A checkpoint that was copied or converted is a run's like any other. Its settings are those of the
+model, never those of the layout or the batches that happened to write it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config import as_json, resolve, specs
+from megatron.core.context_parallel.config import ContextParallelConfig
+from megatron.core.dist_checkpointing.format import DTYPES
+from megatron.core.dist_checkpointing.plan import Piece
+from megatron.core.dist_checkpointing.reader import Reader, TensorFacts
+from megatron.core.dist_checkpointing.stream import Shape
+from megatron.core.grid import ParallelConfig
+from megatron.core.pipeline_parallel.config import PipelineConfig
+from megatron.core.precision.config import PrecisionConfig
+from megatron.core.sharding import Box, box_shape
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.utils import UserError
+from megatron.training.checkpoints.contents import MASTERS, OPTIMIZER, RANDOM, WEIGHTS
+from megatron.training.state import TrainState
+
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""torch's names of the dtypes that weights may be given."""
+
+# How a run was spread and fed; a run that goes on has its own.
+_LAYOUT = frozenset(
+    (
+        *specs(ParallelConfig),
+        *specs(PipelineConfig),
+        *specs(ContextParallelConfig),
+        *"micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule "
+        "decrease_batch_size_if_needed world_size data_parallel_size padded_vocab_size "
+        "make_vocab_size_divisible_by".split(),
+    )
+)
+
+
+class View:
+    """A checkpoint as it shall be written: a choice of its tensors, weights in another dtype.
+
+    A weight in another dtype is made of its finer copy, where the checkpoint has one.
+
+    Args:
+        source: the open checkpoint.
+        dtype: of the weights; absent, as stored.
+        with_optimizer: keep its states and finer weights.
+        weights_only: keep nothing but weights.
+    """
+
+    def __init__(
+        self,
+        source: Reader,
+        *,
+        dtype: str | None = None,
+        with_optimizer: bool = True,
+        weights_only: bool = False,
+    ) -> None:
+        self.source = source
+        self.shapes: dict[str, Shape] = {}
+        self._taken: dict[str, str] = {}
+        rows = source.facts.get("vocabulary_rows")
+        for key, stored in sorted(source.tensors.items()):
+            if key.startswith(OPTIMIZER) and not (with_optimizer and not weights_only):
+                continue
+            if key.startswith(RANDOM) and weights_only:
+                continue
+            shape = Shape(stored.dtype, true_shape(stored, rows, key))
+            taken = key
+            if dtype is not None and key.startswith(WEIGHTS):
+                shape = Shape(dtype, shape.shape)
+                finer = MASTERS + key.removeprefix(WEIGHTS)
+                if finer in source.tensors and dtype != stored.dtype:
+                    taken = finer
+            self.shapes[key], self._taken[key] = shape, taken
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """Return a box of a tensor, in the dtype that `shapes` says."""
+        out = torch.empty(box_shape(box), dtype=DTYPES[self.shapes[key].dtype])
+        self.source.fill(self._taken[key], Piece(box, out))
+        return out
+
+
+def true_shape(stored: TensorFacts, rows: int | None, key: str) -> tuple[int, ...]:
+    """Return the shape of a tensor without rows that only pad the vocabulary.
+
+    Raises:
+        UserError: there may be such rows, and the checkpoint does not say how many are true.
+    """
+    if stored.padded_to == 1:
+        return stored.shape
+    if rows is None:
+        raise UserError(
+            f"{key} has {stored.shape[0]} rows, of which some may only pad the vocabulary, and the "
+            "checkpoint does not say how many are true; give --vocab-size"
+        )
+    return (min(rows, stored.shape[0]), *stored.shape[1:])
+
+
+def part_of(cls: Any, facts: Mapping[str, Any]) -> Any:
+    """Return one config out of the flat settings of a checkpoint."""
+    stored = facts.get("config", {})
+    values = {
+        name: spec.convert(stored[name]) for name, spec in specs(cls).items() if name in stored
+    }
+    return resolve(cls, values)[0]
+
+
+def copied(facts: Mapping[str, Any], *, dtype: str | None, with_optimizer: bool) -> dict[str, Any]:
+    """Return what a copy says of itself."""
+    kept = {name: value for name, value in facts.items() if name != "published"}
+    if not with_optimizer:
+        kept["parts"] = {**kept.get("parts", {}), "optimizer": False}
+        kept["optimizer"] = {}
+    if dtype is not None:
+        kept["config"] = {**kept.get("config", {}), **precision_of(dtype)}
+    return kept
+
+
+def without_layout(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts without what belongs to a layout or to its batches."""
+    config = {name: value for name, value in facts.get("config", {}).items() if name not in _LAYOUT}
+    return {**facts, "config": config}
+
+
+def precision_of(dtype: str) -> dict[str, bool]:
+    """Return the settings under which a run holds its weights in a dtype."""
+    return {flag: PRECISIONS[flag] == dtype for flag in ("bf16", "fp16", "fp64")}
+
+
+def imported(
+    model: TransformerConfig,
+    rows: int,
+    dtype: str,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """Return the facts of weights that no run of ours has made, at iteration 0.
+
+    Args:
+        model: the architecture.
+        rows: of the vocabulary.
+        dtype: of the weights; one that no run has is left to the run that loads them.
+        tokenizer_config: where the tokenizer is; only kept with a tokenizer.
+        tokenizer: the loaded one, if there is one.
+    """
+    config = model.flatten()
+    if dtype in PRECISIONS.values():
+        config |= PrecisionConfig.resolve(**precision_of(dtype)).flatten()
+    facts: dict[str, Any] = {
+        "iteration": 0,
+        "progress": TrainState().to_json(),
+        "parts": {"optimizer": False, "random": False},
+        "optimizer": {},
+        "schedule": None,
+        "vocabulary_rows": rows,
+    }
+    if tokenizer is not None:
+        config |= fitted(tokenizer_config, tokenizer, rows).flatten()
+        facts |= {"tokenizer": tokenizer.fingerprint(), "vocabulary": tokenizer.vocab_size}
+    facts["config"] = {name: as_json(value) for name, value in config.items()}
+    return without_layout(facts)
+
+
+def fitted(config: TokenizerConfig, tokenizer: Tokenizer, rows: int) -> TokenizerConfig:
+    """Return the settings of a tokenizer under which a model has this many rows.
+
+    Raises:
+        UserError: there are none: the tokenizer has ids for which the model has no row.
+    """
+    null = config.tokenizer_type == "NullTokenizer"
+    ids = tokenizer.vocab_size
+    if ids > rows or (null and ids != rows):
+        hint = f"; --vocab-size {rows - 1} would fit" if null else ", so it is another one's"
+        raise UserError(
+            f"--tokenizer-type {config.tokenizer_type} has {ids} ids, the model {rows} rows{hint}"
+        )
+    if null or ids == rows:
+        return config
+    return dataclasses.replace(config, vocab_size=rows)
