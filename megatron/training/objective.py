@@ -5,10 +5,10 @@
 
 Both are (sum of numerators) / (sum of denominators) over all microbatches of all ranks, so one
 reducer serves training, evaluation and every layout. The denominator is known only when the last
-microbatch is done; backward sees numerators divided by a constant, the *nominal* denominator (every
-token valid) over the loss scale, and what is left, nominal / true / loss scale, is folded into the
-optimizer's scale. All sums over ranks travel in one fp64 vector, `Totals`, together with what
-ranks must agree on at the end of an iteration.
+microbatch is done; backward sees numerators divided by a constant, a replica's part of the
+*nominal* denominator (every token valid) over the loss scale, and what is left, the constant over
+the true denominator, is folded into the optimizer's scale. All sums over ranks travel in one fp64
+vector, `Totals`, together with what ranks must agree on at the end of an iteration.
 
 Auxiliary losses, such as those of multi-token prediction, are added with their weights:
 

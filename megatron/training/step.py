@@ -8,7 +8,9 @@
 A batch without a valid token, and one whose loss or gradient is not finite or whose loss is a
 spike that is looked for, leaves the weights as they are. What happens then is `health`'s to say.
 
-Backward starts from the loss times a loss scale, and the optimizer's one scale takes it out again.
+Backward starts from the loss of a replica, a mean over its tokens, times a loss scale, so that what
+fp16 can hold of it does not depend on how many replicas there are. The optimizer's one scale takes
+both out again.
 Gradients that overflow under a dynamic one (--fp16) tell it to fall, and the step is left out on
 all ranks. That is no fault of the run, unless the scale cannot fall any further or the loss itself
 is not finite: no scale reaches into the forward pass.
@@ -112,8 +114,7 @@ class TrainStep:
         """
         self.optimizer.zero_grad()
         sums, replicas = self.passes.accumulator(), self.optimizer.data_parallel
-        # What gradients are of: the sum of losses over this, which the loss scale makes smaller.
-        divisor = nominal / self.optimizer.scaler.scale
+        divisor = self.divisor(nominal)
         with self.timers.measure("forward-backward"):
             self.passes.train(
                 microbatches,
@@ -139,7 +140,7 @@ class TrainStep:
         if totals.tokens == 0:
             return StepResult(totals=totals, grad_norm=None, skipped=True)
         self.health.check_spike(totals.loss, plan.iteration, plan.samples)
-        scale, norms = divisor / totals.denominator, {}
+        scale, norms = divisor * replicas.divisor / totals.denominator, {}
         with self.timers.measure("optimizer"):
             if self.group_norms:
                 norms = self.optimizer.norms.by_group(scale)
@@ -152,6 +153,14 @@ class TrainStep:
             )
         self.empty_unused(2)
         return self._judge(plan, totals, update, norms)
+
+    def divisor(self, nominal: float) -> float:
+        """Return what losses are divided by before backward.
+
+        Args:
+            nominal: denominator of the objective when every token is valid.
+        """
+        return nominal / (self.mesh.dp_cp.size * self.optimizer.scaler.scale)
 
     def _key(self, iteration: int, index: int) -> DropoutKey:
         # Microbatches as sets of samples are numbered alike on every layout: replicas take turns.

@@ -1,12 +1,15 @@
 """Half precision on layouts: overflows are everyone's, and losses those of the serial run."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
+from megatron.core import sharding
 from megatron.core.mesh import Mesh
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import build_run
@@ -34,10 +37,8 @@ def batch() -> Batch:
     }
 
 
-def train(
-    rank: int, sizes: dict[str, Any], steps: int, culprit: int | None = None, **settings: Any
-) -> dict[str, Any]:
-    """Train a small GPT; on the rank ``culprit`` one element of one gradient overflows."""
+def build(sizes: dict[str, Any], **settings: Any) -> TrainStep:
+    """Return what trains a small GPT."""
     values = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -45,7 +46,7 @@ def train(
         "seq_length": LENGTH,
         "micro_batch_size": 1,
         "global_batch_size": SAMPLES,
-        "train_iters": steps,
+        "train_iters": 4,
         "lr": 1e-2,
         "mock_data": True,
         "tokenizer_type": "NullTokenizer",
@@ -64,7 +65,15 @@ def train(
     chunks = build_chunks(config, mesh, vocabulary, pretrain_gpt.build_model)
     optimizer = build_run_optimizer(config, chunks, mesh)
     passes = build_passes(config, mesh, chunks, pretrain_gpt.forward_step, Timers(0))
-    step = TrainStep(passes, optimizer, Health(config.health), seed=1)
+    return TrainStep(passes, optimizer, Health(config.health), seed=1)
+
+
+def train(
+    rank: int, sizes: dict[str, Any], steps: int, culprit: int | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train a small GPT; on the rank ``culprit`` one element of one gradient overflows."""
+    step = build(sizes, **settings)
+    optimizer, mesh = step.optimizer, step.mesh
     numbers = range(mesh.dp.coordinate, SAMPLES, mesh.dp.size)
     microbatches = [{name: x[i : i + 1] for name, x in batch().items()} for i in numbers]
     iteration = 0
@@ -76,7 +85,7 @@ def train(
             mine.view(-1)[0] = torch.inf
 
     if rank == culprit:  # a matrix that tensor-parallel ranks hold parts of
-        named = chunks[0].named_parameters()
+        named = step.passes.chunks[0].named_parameters()
         matrix = next(p for name, p in named if name.endswith("linear_fc1.weight"))
         matrix.register_post_accumulate_grad_hook(overflow)
     found: dict[str, Any] = {"skipped": [], "scales": [], "losses": [], "moved": []}
@@ -147,3 +156,67 @@ def test_layouts_in_half_train_as_one_process_does(
     assert expected[0] - expected[-1] > 0.05
     for found in pool.run(2, on_rank, sizes, 3, None, settings):
         assert found["losses"] == pytest.approx(expected, rel=within)
+
+
+def one_sample(
+    rank: int, sizes: dict[str, Any], settings: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor], float]:
+    """Train one iteration in which every replica has the same sample.
+
+    Returns:
+        gradients of activations of the last layer, weights afterwards, the gradient's norm.
+    """
+    step = build(sizes, **settings)
+    mesh, replicas = step.mesh, step.optimizer.data_parallel
+    seen: list[Tensor] = []
+    (model,) = step.passes.chunks
+    norm = model.get_submodule("decoder.final_layernorm")
+    norm.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    plan = Plan(iteration=1, samples=range(mesh.dp.size), learning_rate=1e-2, weight_decay=0)
+    microbatches = [{name: x[:1] for name, x in batch().items()}]
+    result = step.run(plan, microbatches, 1, float(mesh.dp.size * LENGTH), lambda: (False,) * 3)
+    assert not result.skipped, result
+    weights = {sharding.of(p).name: p.detach().clone() for p in replicas.whole_parameters()}
+    assert result.grad_norm is not None
+    return seen, weights, float(result.grad_norm)
+
+
+def largest(values: dict[str, Any]) -> float:
+    """Return the largest element of a gradient of `one_sample` in one process."""
+    step = build({"world_size": 1}, **values)
+    microbatches = [{name: x[:1] for name, x in batch().items()}]
+    found: list[float] = []
+
+    def seen() -> tuple[bool, bool, bool]:
+        found.extend(float(g.abs().max()) for _, g in step.optimizer.data_parallel.gradients())
+        return False, False, False
+
+    plan = Plan(iteration=1, samples=range(1), learning_rate=1e-2, weight_decay=0)
+    step.run(plan, microbatches, 1, float(LENGTH), seen)
+    return max(found)
+
+
+IN_HALF = {"accumulate_allreduce_grads_in_fp32": False}
+REPLICAS = [(sizes, IN_HALF) for sizes in (LAYOUTS[0], *SHARED)]
+
+
+@pytest.mark.parametrize(("sizes", "sums"), [(LAYOUTS[0], {}), (SHARED[-1], {}), *REPLICAS])
+def test_a_loss_scale_means_the_same_on_any_number_of_replicas(
+    pool: Pool, sizes: dict[str, Any], sums: dict[str, bool]
+) -> None:
+    """So large that a sum of two fp16 gradients overflows, and none of either replica."""
+    # Clipping would read norms, which layouts add up in other orders.
+    settings: dict[str, Any] = {"fp16": True, "clip_grad": 0.0, **sums}
+    scale = 2.0 ** math.floor(math.log2(65504 / largest(settings | {"loss_scale": 1.0})))
+    settings |= {"loss_scale": scale}
+    assert 2 * largest(settings) > 65504 > largest(settings)
+    gradients, weights, norm = one_sample(0, {"world_size": 1}, settings)
+    assert gradients[0].abs().max() > 0
+    # Torch rounds each microbatch's gradients of weights to fp16.
+    rounded = 2**-10 if "use_torch_fsdp2" in sizes else 0.0
+    for mine, theirs, its_norm in pool.run(2, one_sample, sizes, settings):
+        assert all(map(torch.equal, mine, gradients)) and len(mine) == len(gradients)
+        assert its_norm == pytest.approx(norm, rel=max(rounded, 1e-6))
+        assert theirs.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=rounded, atol=rounded * 1e-2)

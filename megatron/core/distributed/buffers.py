@@ -181,6 +181,5 @@ def build_buffers(
         )
         items.append(Item(record.name, parameter.numel(), key, group_of(record)))
     # Buckets divide over all replicas, whatever is shared out.
-    replicas = shares.axis.size * shares.copies.size
-    plans = layout.plan_buffers(items, replicas, bucket_size, shares=shares.axis.size)
+    plans = layout.plan_buffers(items, shares.replicas, bucket_size, shares=shares.axis.size)
     return [FlatBuffer(plan, everyone, grad_dtype, shares, fill) for plan in plans]

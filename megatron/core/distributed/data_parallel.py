@@ -91,6 +91,7 @@ class DataParallel:
             )
             self.buffers += by_chunk[-1]
         reduce_dtype = reduce_dtype or grad_dtype
+        self.divisor = reduction.divisor(self.shares, reduce_dtype)
         overlaps = config.overlap_grad_reduce and mesh.dp_cp.size > 1
         self._queues: list[_Queue] = []
         self._sharded: FullySharded | None = None

@@ -37,6 +37,11 @@ class Shares:
     """Ranks that hold the same share."""
 
     @property
+    def replicas(self) -> int:
+        """Return how many replicas there are."""
+        return self.axis.size * self.copies.size
+
+    @property
     def gradients(self) -> bool:
         """Return whether each rank keeps its share of the gradients only."""
         return self.strategy in ("optim_grads", "optim_grads_params")

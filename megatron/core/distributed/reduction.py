@@ -6,6 +6,9 @@
                   own are then given up
 
 Groups of replicas that hold the same shares add theirs up once an iteration (`sum_copies`).
+
+A sum in fp16 could overflow where no replica's gradient does, so each takes its part of a mean
+before (`divisor`); the optimizer's scale makes it a sum again.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,9 +17,15 @@ import torch
 
 from megatron.core import comm, held
 from megatron.core.distributed.buffers import FlatBuffer
+from megatron.core.distributed.pieces import Shares
 
 Finish = Callable[[], None]
 """Waits until this rank's part of a sum is among its gradients."""
+
+
+def divisor(shares: Shares, dtype: torch.dtype) -> int:
+    """Return what replicas divide gradients by before they are summed in ``dtype``."""
+    return shares.replicas if dtype == torch.float16 else 1
 
 
 def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
@@ -27,6 +36,8 @@ def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
     sent = bucket.to(dtype)  # the same tensor, where the dtype is the same
     if sent is not bucket:
         held.see(sent)
+    if divisor(shares, dtype) > 1:
+        sent.div_(divisor(shares, dtype))
     if shares.axis.size == 1:
         handle = comm.all_reduce(sent, shares.copies, async_op=True)
 

@@ -17,10 +17,12 @@ from megatron.core.mesh import Mesh
 class Replicas(Protocol):
     """The weights and gradients of a rank's chunks of a model, and what replicas do with them.
 
-    Gradients are sums over the samples of all replicas, nothing is averaged.
+    Gradients are sums over the samples of all replicas, divided by ``divisor``: 1, but the number
+    of replicas where they travel in fp16.
     """
 
     shares: Shares
+    divisor: int
 
     @property
     def buffers(self) -> Sequence[Pieces]:

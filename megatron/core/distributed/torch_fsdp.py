@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.core import comm, sharding
-from megatron.core.distributed import finalize, pieces, torch_rows
+from megatron.core.distributed import finalize, pieces, reduction, torch_rows
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.pieces import Fill, GroupOf, Member
 from megatron.core.distributed.replicas import shares_of
@@ -74,6 +74,7 @@ class TorchFsdp:
     ) -> None:
         (model,) = chunks
         self.mesh, self.shares = mesh, shares_of(config, mesh)
+        self.divisor = reduction.divisor(self.shares, dtypes.reduced)
         axis, order = self.shares.axis, [sharding.of(p).name for p in model.parameters()]
         assert axis.group is not None, "replicas that share out are at least two"
         assert tuple(dist.get_process_group_ranks(axis.group)) == axis.ranks, axis
@@ -94,7 +95,7 @@ class TorchFsdp:
         )
         # Inner units first: an outer one takes what is left.
         self._groups = [
-            _Group(modules, shard, dtypes.kept, axis, fill)
+            _Group(modules, shard, dtypes.kept, _Gather(axis), _Sum(axis, self.divisor), fill)
             for modules in _grouped(find_units([model])[::-1])
         ]
         if not isinstance(model, FSDPModule):  # no parameter of its own; its hooks begin a forward
@@ -178,7 +179,8 @@ class _Group:
         modules: Sequence[nn.Module],
         shard: Callable[..., Any],
         kept: torch.dtype,
-        axis: Axis,
+        gather: "_Gather",
+        add: "_Sum",
         fill: Fill | None,
     ) -> None:
         self._places = list(_places(modules))
@@ -191,8 +193,8 @@ class _Group:
         assert isinstance(unit, FSDPModule)
         self.unit = unit
         """Stands for all of them."""
-        unit.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]  # as good as one
-        unit.set_custom_reduce_scatter(_Sum(axis))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]  # as good as one
+        unit.set_custom_reduce_scatter(add)  # type: ignore[arg-type]
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
@@ -228,7 +230,11 @@ class _Gather(_Communication):
 
 
 class _Sum(_Communication):
-    """Sums gradients."""
+    """Sums gradients, divided by a number before."""
+
+    def __init__(self, axis: Axis, divisor: int) -> None:
+        super().__init__(axis)
+        self._divisor = divisor
 
     def __call__(
         self,
@@ -239,6 +245,8 @@ class _Sum(_Communication):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op, op
+        if self._divisor > 1:
+            input_tensor.div_(self._divisor)
         comm.reduce_scatter_into(output_tensor, input_tensor, self._axis)
 
 

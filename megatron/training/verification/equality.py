@@ -112,7 +112,9 @@ def train(case: Case, mesh: Mesh) -> Share:
     def seen() -> tuple[bool, bool, bool]:
         # Asked when all sums are done and before the optimizer, which scales the gradients.
         if not losses:
-            gradients.extend(_pieces(optimizer.data_parallel.gradients()))
+            replicas = optimizer.data_parallel
+            scale = step.divisor(nominal) * replicas.divisor / nominal
+            gradients.extend(_pieces(replicas.gradients(), scale))
         return False, False, False
 
     for iteration in range(1, config.total_iterations + 1):
@@ -169,13 +171,15 @@ def _batches(config: RunConfig, mesh: Mesh, samples: Samples) -> Batches | NoBat
     return Batches(samples, numbers, mesh.device, num_workers=0, without=without)
 
 
-def _pieces(parts: Iterable[tuple[Member, Tensor]]) -> list[Piece]:
-    """Return copies, in float64, of flat parts of parameters, as boxes of logical tensors."""
+def _pieces(parts: Iterable[tuple[Member, Tensor]], scale: float) -> list[Piece]:
+    """Return ``scale`` times flat parts of parameters, in float64, as boxes of logical tensors."""
     pieces = []
     for member, flat in parts:
         record = member.record
         item = of_flat(record.name, record, member.shape, member.start, flat)
-        pieces += [Piece(record.name, piece.box, _copy(piece.tensor)) for piece in item.pieces]
+        pieces += [
+            Piece(record.name, piece.box, scale * _copy(piece.tensor)) for piece in item.pieces
+        ]
     return pieces
 
 
