@@ -99,6 +99,10 @@ def _idle_precision(config: RunConfig) -> dict[str, str]:
         idle["grad_reduce_in_bf16"] = "no --bf16"
     if precision.params_dtype == precision.accumulation_dtype:
         idle["accumulate_allreduce_grads_in_fp32"] = f"weights are {precision.params_dtype}"
+    # A rule refuses these where sums are coarser.
+    scattered, local = "reduce_scatter_with_fp32", "param_name_patterns_for_fp32_local"
+    idle[f"ddp_{scattered}_accumulation"] = f"gradients are summed in {precision.reduce_dtype}"
+    idle[f"ddp_{local}_accumulation"] = f"gradients add up in {precision.grad_dtype}"
     return idle
 
 
@@ -168,7 +172,11 @@ def _idle_sharing(config: RunConfig) -> dict[str, str]:
     """Return the settings of replicas, and of optimizer states on the host, that change nothing."""
     replicas, idle = config.replicas, dict[str, str]()
     if config.data_parallel_size * config.parallel.context_parallel_size == 1:
-        names = set(replicas.flatten()) - {"init_model_with_meta_device"}
+        local = {
+            "init_model_with_meta_device",
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+        }
+        names = set(replicas.flatten()) - local
         idle |= dict.fromkeys(sorted(names), "there is one replica")
     elif replicas.shards_gradients:
         why = "where gradients are shared out, a bucket is a layer"

@@ -300,6 +300,27 @@ def chosen_dtypes_are_adams(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def sums_are_as_fine_as_asked(config: RunConfig, origins: Origins) -> None:
+    """What asks for sums of gradients in fp32 is not given sums in half."""
+    precision, replicas = config.precision, config.replicas
+    asked = (
+        ("ddp_reduce_scatter_with_fp32_accumulation", "travel and are summed", "reduce_dtype"),
+        ("ddp_param_name_patterns_for_fp32_local_accumulation", "add up", "grad_dtype"),
+    )
+    for name, what, kind in asked:
+        dtype = getattr(precision, kind)
+        if getattr(replicas, name) and dtype in ("bfloat16", "float16"):
+            way_out = "give --accumulate-allreduce-grads-in-fp32"
+            if precision.main_grads_dtype != "fp32":
+                way_out = "leave out --main-grads-dtype"
+            if kind == "reduce_dtype" and precision.grad_reduce_in_bf16:
+                way_out = "leave out --grad-reduce-in-bf16"
+            raise UserError(
+                f"{flag(name)} is not built, and gradients {what} in {dtype} here; {way_out}, so "
+                f"that it is fp32, or leave out {flag(name)}"
+            )
+
+
 def shared_activations_have_sharers(config: RunConfig, origins: Origins) -> None:
     """A layer's input is shared out among ranks that would hold it whole."""
     if not config.model.recompute.distribute_saved_activations:
@@ -385,6 +406,7 @@ RULES: tuple[Rule, ...] = (
     groups_are_known,
     half_precision_has_a_use,
     chosen_dtypes_are_adams,
+    sums_are_as_fine_as_asked,
     shared_activations_have_sharers,
     offloaded_layers_are_in_one_stage,
     saved_experts_exist,

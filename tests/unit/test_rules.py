@@ -433,3 +433,46 @@ def test_a_final_fall_that_begins_in_the_warm_up_is_warned_of() -> None:
     (line,) = plan(f"{wsd} 7").reports
     assert line.startswith("warning: the final fall of WSD (7 iterations)") and "(10)" in line
     assert plan(f"{wsd} 6").reports == ()
+
+
+SCATTERED = "--ddp-reduce-scatter-with-fp32-accumulation"
+LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        (f"--bf16 --grad-reduce-in-bf16 {SCATTERED}", "--grad-reduce-in-bf16"),
+        (
+            f"--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32 {SCATTERED}",
+            "--grad-reduce-in-bf16",
+        ),
+        (f"--bf16 --grad-reduce-in-bf16 {LOCAL} *.mlp.*", "--accumulate-allreduce-grads-in-fp32"),
+        (
+            f"--fp16 --no-accumulate-allreduce-grads-in-fp32 {SCATTERED}",
+            "--accumulate-allreduce-grads-in-fp32",
+        ),
+        (
+            f"--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 {LOCAL} all",
+            "--main-grads-dtype",
+        ),
+    ],
+)
+def test_sums_in_half_are_refused_where_fp32_is_asked_for(text: str, way_out: str) -> None:
+    asked = SCATTERED if SCATTERED in text else LOCAL
+    dtype = "bfloat16" if "--bf16" in text else "float16"
+    with pytest.raises(UserError, match=f"{asked} is not built.* in {dtype} .*{way_out}"):
+        plan(text)
+
+
+@pytest.mark.parametrize("text", ["", "--fp64", "--bf16", "--fp16"])
+def test_fp32_sums_where_they_are_fp32_anyway_are_listed(text: str) -> None:
+    dtype = "float64" if "64" in text else "float32"
+    two = "--dry-run-world-size 2"
+    scattered, local = plan(f"{text} {two} {SCATTERED} {LOCAL} all").no_effect
+    assert scattered == f"{SCATTERED} (gradients are summed in {dtype})"
+    assert local == f"{LOCAL} (gradients add up in {dtype})"
+    fine = "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32"
+    assert plan(f"{fine} {two} {LOCAL} all").no_effect == (
+        f"{LOCAL} (gradients add up in float32)",
+    )

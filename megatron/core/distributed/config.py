@@ -58,6 +58,14 @@ class DataParallelConfig(Config):
     ddp_num_buckets: int | None = option(None)
     """Number of gradient buckets per chunk of a model, instead of their size."""
 
+    ddp_reduce_scatter_with_fp32_accumulation: bool = option(False)
+    """Add gradients up in fp32 where replicas share them out; refused where they travel in half,
+    else nothing differs."""
+
+    ddp_param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = option(())
+    """Parameters whose gradients add up over microbatches in fp32; refused where they add up in
+    half, else nothing differs."""
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let the switches choose what is shared out."""
