@@ -46,7 +46,7 @@ LINES = (
     "batch_size devices external failing flags memory process_config shell signals state timers",
     "batches config replica_check",
     "data garbage health objective processes profiling startup stopping wording",
-    "agreement checkpoints data_trace layout_rules passes records",
+    "agreement checkpoints data_trace idle_layout layout_rules passes records",
     "build evaluation generation idle nearest_layout step",
     "planner rules",
     "arguments trainer",

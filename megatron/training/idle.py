@@ -2,6 +2,7 @@
 
 from megatron.core.config import specs
 from megatron.training.config import RunConfig
+from megatron.training.idle_layout import idle_layout, size_flag
 from megatron.training.layout_rules import Origins
 from megatron.training.processes.group_settings import without_group
 from megatron.training.wording import flag
@@ -17,10 +18,6 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
         if origin == "flag" or (origin == "file" and flat[name] != declared[name].default)
     }
     notes = []
-    if not config.checkpoint.save:
-        for name in ("save_interval", "save_retain_interval", "save_keep_last"):
-            if name in given:
-                notes.append(f"{flag(name)} (no --save)")
     if "manual_gc_interval" in given and not config.training.manual_gc:
         notes.append("--manual-gc-interval (no --manual-gc)")
     if not config.data.fim.fim_data:
@@ -37,27 +34,92 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
 
 def _idle(config: RunConfig) -> dict[str, str]:
     """Return the settings that need another one that is not there, with what is missing."""
-    checkpoint = config.checkpoint
     idle: dict[str, str] = {}
     if config.model.attention.window_size is None:
         idle["window_attn_skip_freq"] = "no --window-size"
     idle |= _idle_saving(config) | _idle_fusions(config)
     if not config.model.mtp.depths:
         idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"
-    if config.schedule.lr_decay_style != "WSD":
-        names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-        idle |= dict.fromkeys(names, f"--lr-decay-style is {config.schedule.lr_decay_style}")
-    idle |= _idle_rules(config)
+    idle |= _idle_schedule(config) | _idle_rules(config)
     if not config.training.exit_signal_handler:
         idle["exit_signal"] = "no --exit-signal-handler"
     idle |= _idle_evaluation(config)
     if config.process.device == "cpu":
         idle["empty_unused_memory_level"] = "--device is cpu"
+    idle |= _idle_checkpoints(config) | _idle_dashboards(config)
+    idle |= idle_layout(config) | _idle_precision(config)
+    return idle | _idle_without_training(config)
+
+
+_OF_SAVES = (
+    *("save_interval", "save_retain_interval", "save_keep_last", "save_optim", "save_rng"),
+    *("exit_on_failed_save", "log_progress"),
+)
+_OF_LOADS = ("load_optim", "load_rng", "verify_integrity", "dist_ckpt_strictness")
+
+
+def _idle_checkpoints(config: RunConfig) -> dict[str, str]:
+    """Return the settings of checkpoints that nobody saves or loads."""
+    checkpoint = config.checkpoint
+    idle: dict[str, str] = {}
     if not checkpoint.save:
-        idle["log_progress"] = "no --save"
+        idle |= dict.fromkeys(_OF_SAVES, "no --save")
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):
-        idle |= dict.fromkeys(("load_optim", "load_rng"), "no --load")
-    return idle | _idle_precision(config) | _idle_layout(config) | _idle_groups(config)
+        idle |= dict.fromkeys(_OF_LOADS, "no --load")
+    if not checkpoint.load or checkpoint.finetune:
+        why = "--finetune starts a schedule of its own" if checkpoint.load else "no --load"
+        names = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+        idle |= dict.fromkeys(names, why)
+    return idle
+
+
+def _idle_dashboards(config: RunConfig) -> dict[str, str]:
+    """Return the settings of dashboards that are not written."""
+    logging = config.logging
+    idle: dict[str, str] = {}
+    if not logging.tensorboard_dir:
+        why = "no --tensorboard-dir"
+        idle |= dict.fromkeys(("tensorboard_queue_size", "tensorboard_log_interval"), why)
+        if not logging.wandb_project:
+            shown = [name for name in logging.flatten() if name.endswith("_to_tensorboard")]
+            idle |= dict.fromkeys(shown, f"{why} and no --wandb-project")
+    if not logging.wandb_project:
+        names = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+        idle |= dict.fromkeys(names, "no --wandb-project")
+    return idle
+
+
+def _idle_without_training(config: RunConfig) -> dict[str, str]:
+    """Return the settings of updates, for a run that only evaluates."""
+    if not config.training.skip_train:
+        return {}
+    precision = (
+        *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        *("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype"),
+        *("use_precision_aware_optimizer", "main_params_dtype", "exp_avg_dtype"),
+        "exp_avg_sq_dtype",
+    )
+    health = ("skip_non_finite_iterations", "check_for_spiky_loss")
+    logs = ("log_num_zeros_in_grad", "log_grad_norms_by_group", "log_params_norm")
+    schedule = set(config.schedule.flatten()) - {"lr"}  # which scripts may give all the same
+    names = (*config.optimizer.flatten(), *sorted(schedule), *precision, *health, *logs)
+    return dict.fromkeys(names, "--skip-train")
+
+
+def _idle_schedule(config: RunConfig) -> dict[str, str]:
+    """Return the settings of learning rate and weight decay that another one leaves unused."""
+    schedule, idle = config.schedule, dict[str, str]()
+    style = f"--lr-decay-style is {schedule.lr_decay_style}"
+    if schedule.lr_decay_style != "WSD":
+        names = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        idle |= dict.fromkeys(names, style)
+    if schedule.lr_decay_style == "constant":
+        idle |= dict.fromkeys(("min_lr", "decoupled_min_lr"), style)
+    if not (schedule.lr_warmup_iters or schedule.lr_warmup_samples or schedule.lr_warmup_fraction):
+        idle["lr_warmup_init"] = "no --lr-warmup-iters, -samples or -fraction"
+    if schedule.weight_decay_incr_style != "constant":
+        idle["weight_decay"] = "--start-weight-decay and --end-weight-decay stand for it"
+    return idle
 
 
 def _idle_rules(config: RunConfig) -> dict[str, str]:
@@ -75,11 +137,13 @@ def _idle_rules(config: RunConfig) -> dict[str, str]:
             idle |= dict.fromkeys(names, f"--optimizer is {optimizer.optimizer}")
     if optimizer.optimizer == "muon":
         if config.parallel.tensor_model_parallel_size == 1:
-            idle["muon_tp_mode"] = f"{_size('tensor')} is 1"
+            idle["muon_tp_mode"] = f"{size_flag('tensor')} is 1"
         if config.model.mla.multi_latent_attention:
             idle["muon_split_qkv"] = "--multi-latent-attention has no fused matrix"
         if config.precision.fp64:
             idle["muon_fp32_matmul_prec"] = "with --fp64 all is float64"
+    if not config.model.attention.qk_layernorm:
+        idle["apply_wd_to_qk_layernorm"] = "no --qk-layernorm"
     if optimizer.decoupled_lr is None:
         idle["decoupled_min_lr"] = "no --decoupled-lr"
     if optimizer.optimizer == "sgd":
@@ -97,6 +161,9 @@ def _idle_precision(config: RunConfig) -> dict[str, str]:
         idle |= dict.fromkeys(names, why)
     if not precision.bf16:
         idle["grad_reduce_in_bf16"] = "no --bf16"
+    dtypes = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    if all(getattr(precision, name) == "fp32" for name in dtypes):
+        idle["use_precision_aware_optimizer"] = "every dtype it chooses is fp32"
     if precision.params_dtype == precision.accumulation_dtype:
         idle["accumulate_allreduce_grads_in_fp32"] = f"weights are {precision.params_dtype}"
     # A rule refuses these where sums are coarser.
@@ -117,6 +184,9 @@ def _idle_saving(config: RunConfig) -> dict[str, str]:
         idle |= dict.fromkeys(names, "no --recompute-granularity")
     elif recompute.granularity == "full":
         idle["recompute_modules"] = "--recompute-granularity full takes whole layers"
+        if recompute.recompute_num_layers == 0:
+            names = ("recompute_granularity", "recompute_method", "distribute_saved_activations")
+            idle |= dict.fromkeys(names, "--recompute-num-layers 0 takes no layer")
     if not offload.fine_grained_activation_offloading:
         idle["offload_modules"] = "no --fine-grained-activation-offloading"
     if not offload.is_on:
@@ -138,84 +208,6 @@ def _idle_fusions(config: RunConfig) -> dict[str, str]:
     if not model.fusion.cross_entropy_loss_fusion:
         idle["cross_entropy_fusion_impl"] = "no --cross-entropy-loss-fusion"
     return idle
-
-
-def _idle_layout(config: RunConfig) -> dict[str, str]:
-    """Return the settings of axes that have size 1, and of ways to use an axis not taken here."""
-    parallel, context = config.parallel, config.context
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, dp = parallel.context_parallel_size, config.data_parallel_size
-    idle: dict[str, str] = {"expert_tensor_parallel_size": "the model is dense"}
-    if tp == 1:
-        idle |= dict.fromkeys(("sequence_parallel", "tp_comm_overlap"), f"{_size('tensor')} is 1")
-    elif not parallel.sequence_parallel:
-        idle["tp_comm_overlap"] = "no --sequence-parallel"
-    if pp == 1:
-        names = (*config.pipeline.flatten(), "use_tp_pp_dp_mapping")
-        idle |= dict.fromkeys(names, f"{_size('pipeline')} is 1")
-    elif dp == 1:
-        idle["use_tp_pp_dp_mapping"] = "there is one replica"
-    if pp > 1 and config.placement.num_chunks == 1:
-        idle["microbatch_group_size_per_vp_stage"] = "there is one stage per rank"
-    if cp == 1:
-        idle |= dict.fromkeys(context.flatten(), "--context-parallel-size is 1")
-    else:
-        if "a2a+p2p" not in context.cp_comm_type:
-            idle["hierarchical_context_parallel_sizes"] = "--cp-comm-type is not a2a+p2p"
-        if not any("a2a" in kind for kind in context.cp_comm_type):
-            kinds = " ".join(context.cp_comm_type)
-            idle["attention_backend"] = f"--cp-comm-type {kinds} has a kernel of its own"
-    return idle | _idle_sharing(config)
-
-
-def _idle_sharing(config: RunConfig) -> dict[str, str]:
-    """Return the settings of replicas, and of optimizer states on the host, that change nothing."""
-    replicas, idle = config.replicas, dict[str, str]()
-    if config.data_parallel_size * config.parallel.context_parallel_size == 1:
-        local = {
-            "init_model_with_meta_device",
-            "ddp_param_name_patterns_for_fp32_local_accumulation",
-        }
-        names = set(replicas.flatten()) - local
-        idle |= dict.fromkeys(sorted(names), "there is one replica")
-    elif replicas.shards_gradients:
-        why = "where gradients are shared out, a bucket is a layer"
-        idle |= dict.fromkeys(("ddp_bucket_size", "ddp_num_buckets"), why)
-        if replicas.use_torch_fsdp2:
-            names = {"overlap_grad_reduce", "overlap_param_gather"}
-            idle |= dict.fromkeys(sorted(names), "with --use-torch-fsdp2 torch overlaps by itself")
-        elif replicas.shards_weights:
-            idle["overlap_param_gather"] = "a layer's weights are always gathered ahead"
-    if not replicas.use_torch_fsdp2:
-        idle["torch_fsdp2_reshard_after_forward"] = "no --use-torch-fsdp2"
-    pins = ("pin_cpu_grads", "pin_cpu_params")
-    if not config.optimizer.optimizer_cpu_offload:
-        names = {"optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", *pins}
-        idle |= dict.fromkeys(sorted(names), "no --optimizer-cpu-offload")
-    elif config.process.device == "cpu":
-        idle |= dict.fromkeys(pins, "the device is the CPU")
-    return idle
-
-
-def _size(axis: str) -> str:
-    return f"--{axis}-model-parallel-size"
-
-
-def _idle_groups(config: RunConfig) -> dict[str, str]:
-    """Return the settings of process groups that are not there, or that are not NCCL's."""
-    process = config.process
-    recorder = tuple(process.flight_recorder.flatten())
-    waiting = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-    nccl = ("nccl_communicator_config_path", "high_priority_stream_groups", *recorder)
-    if process.world_size == 1:
-        return dict.fromkeys((*waiting, *nccl), "there is one process")
-    if process.device == "cpu":
-        return dict.fromkeys(nccl, "with --device cpu NCCL is not used")
-    if process.distributed_backend == "gloo":
-        return dict.fromkeys(nccl, "--distributed-backend is gloo")
-    if process.flight_recorder.flight_recorder_dump_path is None:
-        return dict.fromkeys(recorder, "no --flight-recorder-dump-path")
-    return {}
 
 
 def _idle_positions(config: RunConfig, given: set[str]) -> list[str]:

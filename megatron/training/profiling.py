@@ -34,7 +34,10 @@ class Profiler:
                 "--use-pytorch-profiler for a profile on the CPU"
             )
         if self._history and not self._cuda:
-            raise UserError("--record-memory-history records CUDA's allocator; there is no CUDA")
+            raise UserError(
+                "--record-memory-history records CUDA's allocator; there is no CUDA: leave it out, "
+                "or use --log-memory-interval"
+            )
         if self._history:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
 

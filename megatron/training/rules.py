@@ -257,6 +257,23 @@ def profiled_ranks_exist(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def profiles_are_of_the_device(config: RunConfig, origins: Origins) -> None:
+    """Nsight Systems and the history of an allocator are CUDA's (see also `Profiler`)."""
+    profiling = config.profiling
+    if config.process.device != "cpu":
+        return
+    if profiling.profile and not profiling.use_pytorch_profiler:
+        raise UserError(
+            "--profile marks iterations for Nsight Systems, which needs CUDA, and --device is cpu; "
+            "add --use-pytorch-profiler"
+        )
+    if profiling.record_memory_history:
+        raise UserError(
+            "--record-memory-history records CUDA's allocator, and --device is cpu; leave it out, "
+            "or use --log-memory-interval"
+        )
+
+
 def loaders_have_no_length(config: RunConfig, origins: Origins) -> None:
     """There is no whole of a validation set that a program's own loader gives."""
     whole = config.validation.eval_iters == -1 or config.data.full_validation
@@ -402,6 +419,7 @@ RULES: tuple[Rule, ...] = (
     skipped_iterations_exist,
     checkpoints_have_a_folder,
     profiled_ranks_exist,
+    profiles_are_of_the_device,
     loaders_have_no_length,
     groups_are_known,
     half_precision_has_a_use,

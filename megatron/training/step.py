@@ -199,6 +199,8 @@ class TrainStep:
         if names:
             more = " ..." if names[SHOWN:] else ""
             what += f" (not finite: {', '.join(names[:SHOWN])}{more})"
+        else:
+            what += " (every element is finite, and the sum of their squares is not)"
         return what + _of_scale(self.optimizer.scaler)
 
 

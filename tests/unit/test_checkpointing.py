@@ -27,7 +27,7 @@ from megatron.training.checkpoints import load as checkpoint_load
 from megatron.training.checkpoints import random_states
 from megatron.training.checkpoints import save as checkpoint_save
 from megatron.training.checkpoints import source as checkpoint_source
-from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.facts import RunFacts, check_rule
 from megatron.training.checkpoints.load import Loaded
 from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
@@ -462,6 +462,33 @@ def test_another_optimizer_is_refused_with_the_flag_that_helps(tmp_path: Path) -
     Run(tmp_path).train(2).save()
     with pytest.raises(CheckpointError, match=r"(?s)optimizer\.momentum.*--no-load-optim"):
         Run(tmp_path, optimizer="sgd").load()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            {"optimizer": "adam"},
+            {"optimizer": "lion"},
+            "--optimizer adam, this run has --optimizer",
+        ),
+        (
+            {"optimizer": "muon", "muon_scalar_optimizer": "adam"},
+            {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+            "--muon-scalar-optimizer adam, or --no-load-optim",
+        ),
+    ],
+)
+def test_states_of_another_rule_are_refused_by_its_name(
+    before: dict[str, str], now: dict[str, str], said: str
+) -> None:
+    run = RunFacts(
+        config=now, schedule=None, tokenizer="", vocabulary=5, vocabulary_rows=5, objective="tokens"
+    )
+    with pytest.raises(UserError, match=said):
+        check_rule({"config": before}, run, Path("save"))
+    check_rule({"config": now}, run, Path("save"))
+    check_rule({}, run, Path("save"))  # of another program
 
 
 def test_verify_integrity_finds_a_flipped_bit(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
         ("--ckpt-step 3", ("--ckpt-step (3)", "--load")),
         ("--exit-on-missing-checkpoint", ("--load",)),
         ("--profile --profile-ranks 0 4", ("--profile-ranks", "4", "0 to 0")),
+        ("--profile --device cpu", ("--profile", "add --use-pytorch-profiler")),
+        ("--record-memory-history --device cpu", ("leave it out, or use --log-memory-interval",)),
         (
             "--use-torch-fsdp2 --dry-run-world-size 4 --pipeline-model-parallel-size 2",
             (

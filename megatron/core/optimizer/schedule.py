@@ -124,8 +124,9 @@ class Schedule:
         return start + (end - start) * (1 - _fall(self.weight_decay_style, position / self.length))
 
     def points(self, count: int = 5) -> list[int]:
-        """Return evenly spaced positions of the run."""
-        return [round(i * self.length / (count - 1)) for i in range(count)]
+        """Return evenly spaced positions of the run, fewer than ``count`` of a short one."""
+        spaced = (round(i * self.length / (count - 1)) for i in range(count))
+        return list(dict.fromkeys(spaced))
 
     def to_json(self) -> dict[str, Any]:
         """Return the schedule as a checkpoint stores it."""

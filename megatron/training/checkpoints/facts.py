@@ -7,6 +7,7 @@ user's wish is a line, and a schedule follows the flags or the checkpoint, never
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,25 @@ def follow(
         for line in schedules.describe_change(stored, run.schedule):
             say(f"  {line}")
     return chosen
+
+
+def check_rule(facts: Mapping[str, Any], run: RunFacts, folder: Path) -> None:
+    """Refuse states of another update rule: some have the same names and mean something else.
+
+    Raises:
+        UserError: the checkpoint is of another ``--optimizer``.
+    """
+    stored = facts.get("config", {})
+    for name in ("optimizer", "muon_scalar_optimizer"):
+        before, now = stored.get(name), run.config.get(name)
+        if before is not None and now is not None and before != now:
+            said = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{folder} has the states of {said} {before}, this run has {said} {now}: give "
+                f"{said} {before}, or --no-load-optim to start with fresh states"
+            )
+        if now != "muon":
+            return
 
 
 def compare(facts: Mapping[str, Any], run: RunFacts, mesh: Mesh, say: Say, *, fresh: bool) -> None:

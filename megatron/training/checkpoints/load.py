@@ -80,6 +80,8 @@ def load_checkpoint(
             f"{folder} was saved without the optimizer's state; give --no-load-optim to start "
             "with a fresh one, or --finetune to start at iteration 0"
         )
+    if with_optimizer:
+        checkpoint_facts.check_rule(facts, run, folder)
     schedules = [run.schedule]
 
     def follow() -> None:
