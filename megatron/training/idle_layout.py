@@ -43,7 +43,11 @@ def _idle_sharing(config: RunConfig) -> dict[str, str]:
     if replicas.use_megatron_fsdp and replicas.data_parallel_sharding_strategy == "no_shard":
         idle["use_megatron_fsdp"] = "--data-parallel-sharding-strategy is no_shard"
     if config.data_parallel_size * config.parallel.context_parallel_size == 1:
-        names = set(replicas.flatten()) - {"init_model_with_meta_device"}
+        local = {
+            "init_model_with_meta_device",
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+        }
+        names = set(replicas.flatten()) - local
         names |= {"grad_reduce_in_bf16"}
         idle |= dict.fromkeys(sorted(names), "there is one replica")
     elif replicas.shards_gradients:

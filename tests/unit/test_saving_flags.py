@@ -156,6 +156,9 @@ def test_a_plan_lists_what_is_made_again_and_what_waits_in_the_host() -> None:
     # 4 inputs of 64 tokens with 64 channels in fp32
     assert dict(zip(header, sizes, strict=True))["host"] == "64.00 KiB"
     assert "more (--recompute-granularity 32.1%), which no log counts" in text
+    small = report(run("--dry-run --cpu-offloading-num-layers 2"), "test")
+    assert "activations are not offloaded: none has the elements of --min-offload" in small
+    assert "are not offloaded" not in text
     pieces = report(run("--dry-run --logits-at-once 100"), "test")
     assert "the head's logits, which are not kept but made in pieces (--logits-at-once)" in pieces
     plain = report(run("--dry-run"), "test")

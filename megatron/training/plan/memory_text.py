@@ -35,6 +35,12 @@ def lines(
         yield f"the total is that of building the model ({human_bytes(most)}), before it trains"
     if config.training.skip_train:
         return
+    offload = config.model.offload
+    if offload.is_on and not any(rank.host for rank in ranks):
+        yield (
+            "activations are not offloaded: none has the elements of --min-offloaded-tensor-size "
+            f"({offload.min_offloaded_tensor_size:,})"
+        )
     yield from _strategies(config, padded_rows)
     yield from _micro_batches(plan, memory)
     if max(rank.total for rank in ranks) > memory:
