@@ -13,8 +13,8 @@ from megatron.core.utils import UserError
 
 HARMLESS = frozenset(
     # What files and library say of themselves, and what concerns generation or other tasks.
-    "architectures model_type transformers_version torch_dtype dtype _name_or_path "
-    "_attn_implementation attn_implementation use_cache bos_token_id eos_token_id pad_token_id "
+    "architectures model_type transformers_version torch_dtype dtype "
+    "attn_implementation use_cache bos_token_id eos_token_id pad_token_id "
     "unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id "
     "task_specific_params output_attentions output_hidden_states return_dict problem_type id2label "
     "label2id num_labels finetuning_task chunk_size_feed_forward tokenizer_class prefix "
@@ -110,7 +110,9 @@ class Settings:
         rest = {
             name: value
             for name, value in self.values.items()
-            if name not in self._read and name not in harmless and value not in (None, False)
+            # The library's own notes begin with a low line.
+            if not (name in self._read or name in harmless or name.startswith("_"))
+            and value not in (None, False)
         }
         if rest:
             listed = ", ".join(f"{name} = {value!r}"[:80] for name, value in sorted(rest.items()))

@@ -248,8 +248,13 @@ def open_checkpoint(
     facts = found.index.facts
     stored = facts["config"]
     overrides = {name: v for name, v in (tokenizer_overrides or {}).items() if v is not None}
+    if stored.get("tokenizer_type") is None:
+        raise UserError(
+            f"{folder} names no tokenizer: its weights come from elsewhere; convert them again "
+            "with --tokenizer-type and its files"
+        )
     tokenizer = build_tokenizer(_part(TokenizerConfig, {**stored, **overrides}))
-    if tokenizer.fingerprint() != facts["tokenizer"]:
+    if facts.get("tokenizer") not in (None, tokenizer.fingerprint()):
         raise UserError(
             f"{folder} was trained with another tokenizer: its fingerprint is "
             f"{facts['tokenizer']}, this one's {tokenizer.fingerprint()}; name the right files"

@@ -35,7 +35,8 @@ def choose(config: CheckpointConfig, say: Say) -> Source | None:
     if config.load is not None:
         found = find(config.load, config.ckpt_step, say)
         if found is not None:
-            return Source(found, config.finetune)
+            # A release is weights alone, as Megatron-LM's loading has it too.
+            return Source(found, config.finetune or found.name == catalog.RELEASE)
     if config.pretrained_checkpoint is not None:
         found = find(config.pretrained_checkpoint, config.pretrained_step, say)
         if found is None:
@@ -65,7 +66,8 @@ def find(folder: str, step: int | None, say: Say) -> Found | None:
     if (root / INDEX).exists():
         # The folder of one checkpoint instead of the folder that holds it.
         index = open_complete(root)
-        return Found(int(index.facts.get("iteration", 0)), root, index)
+        number = int(index.facts.get("iteration", 0))
+        return Found(catalog.RELEASE if root.name == catalog.RELEASE else number, root, index)
     held = catalog.scan(root)
     if step is not None:
         return _of_step(held, step)

@@ -1,0 +1,224 @@
+"""What `checkpoint.py` reads: checkpoints are opened, described, compared (a part of that tool)."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import catalog
+from megatron.core.dist_checkpointing.detect import format_of
+from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError, StoredTensor
+from megatron.core.dist_checkpointing.plan import volume
+from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.dist_checkpointing.statistics import difference, whole_box
+from megatron.core.progress import Progress
+from megatron.core.utils import UserError, human_bytes
+from megatron.training.checkpoints import source as sources
+from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, WEIGHTS
+from megatron.training.checkpoints.remade import true_shape
+
+LINES = 100
+"""Most lines that a job's progress makes in a log file."""
+QUIET = 1.0
+"""Seconds that a job may take before it tells how far it is."""
+# Facts that say when and where a checkpoint was written, and the run's settings: they are listed
+# where they differ, but two checkpoints are not different for it.
+ASIDE = ("environment", "config")
+
+
+class Bar(AbstractContextManager["Bar"]):
+    """Progress of a job over bytes: called with a tensor and a size when so much is done."""
+
+    def __init__(self, total: int, verb: str) -> None:
+        self._progress = Progress(total, every=max(total // CHUNK // LINES, 1))
+        self._verb, self._done, self._steps = verb, 0, 0
+        self._quiet_until = time.monotonic() + QUIET
+
+    def __call__(self, key: str, size: int) -> None:
+        self._done += size
+        self._steps += 1
+
+        def detail(seconds: float) -> str:
+            done = human_bytes(self._done)
+            return f"{self._verb} {done}, {human_bytes(self._done / seconds)}/s, {key}"
+
+        if time.monotonic() > self._quiet_until:
+            self._progress.update(self._done, self._steps, detail)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+
+
+def say(line: str) -> None:
+    """Print a line beside the results."""
+    print(line, file=sys.stderr)
+
+
+def open_checkpoint(folder: str, step: int | None) -> Checkpoint:
+    """Return an open checkpoint of any format: the folder's, or the newest complete one in it.
+
+    Raises:
+        UserError: there is none.
+    """
+    root = Path(folder)
+    if not root.exists():
+        raise UserError(f"{folder} does not exist")
+    if format_of(root) is not None:
+        return Checkpoint(root)
+    found = sources.find(folder, step, say)
+    if found is None:
+        raise UserError(f"{folder} holds no checkpoint")
+    return Checkpoint(found.folder, found.index)
+
+
+def claimed(
+    folder: str, step: int | None, *, everything: bool
+) -> tuple[list[Checkpoint], list[str]]:
+    """Return the checkpoints to verify, and what is wrong with those that cannot be opened.
+
+    Raises:
+        UserError: there is nothing that claims to be one.
+    """
+    root = Path(folder)
+    if not root.exists():
+        raise UserError(f"{folder} does not exist")
+    if format_of(root) is not None:
+        return _opened([root])
+    if step is not None:
+        path = root / catalog.folder_name(step)
+        if not path.exists():
+            raise UserError(f"--ckpt-step ({step}): {path} does not exist")
+        return _opened([path])
+    held = catalog.scan(root)
+    if held.is_empty:
+        raise UserError(f"{folder} holds no checkpoint")
+    damages = [f"{path}: {reason}" for path, reason in held.ignored.items()]
+    newest = catalog.newest(held)
+    chosen = held.complete if everything else [newest] if newest is not None else []
+    return [Checkpoint(found.folder, found.index) for found in chosen], damages
+
+
+def _opened(folders: Sequence[Path]) -> tuple[list[Checkpoint], list[str]]:
+    opened, damages = [], []
+    for folder in folders:
+        try:
+            opened.append(Checkpoint(folder))
+        except CheckpointError as error:
+            damages.append(str(error))
+    return opened, damages
+
+
+def part_name(key: str) -> str:
+    """Return which part of a checkpoint a tensor belongs to."""
+    if key.startswith(WEIGHTS):
+        return "weights"
+    if key.startswith(RANDOM):
+        return "random states"
+    if key.startswith(OPTIMIZER):
+        return "optimizer " + key.removeprefix(OPTIMIZER).partition(".")[0]
+    return "other"
+
+
+def tensor_bytes(tensor: StoredTensor) -> int:
+    """Return the bytes of all elements of a tensor."""
+    return volume(whole_box(tensor.shape)) * tensor.torch_dtype.itemsize
+
+
+def described(source: Checkpoint) -> dict[str, Any]:
+    """Return all that a checkpoint says of itself, as JSON has it."""
+    tensors, parts = {}, dict[str, dict[str, int]]()
+    for key, tensor in sorted(source.tensors.items()):
+        elements, size = volume(whole_box(tensor.shape)), tensor_bytes(tensor)
+        tensors[key] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "bytes": size,
+            "boxes": len(tensor.boxes),
+        }
+        part = parts.setdefault(part_name(key), {"tensors": 0, "elements": 0, "bytes": 0})
+        part["tensors"] += 1
+        part["elements"] += elements
+        part["bytes"] += size
+    return {
+        "folder": str(source.folder),
+        "format": source.format,
+        "hash": source.hash,
+        "files": len(source.files),
+        "bytes": sum(source.files.values()),
+        "facts": source.facts,
+        "parts": parts,
+        "tensors": tensors,
+    }
+
+
+def compared(
+    left: Checkpoint, right: Checkpoint, only: Sequence[str], tolerance: float
+) -> dict[str, Any]:
+    """Return where two checkpoints differ, as JSON has it.
+
+    Rows that only pad a vocabulary are left out. Facts count, but for those of `ASIDE`; where only
+    some tensors are compared they are left out.
+    """
+    keys = sorted(left.tensors.keys() | right.tensors.keys())
+    keys = [key for key in keys if not only or key.startswith(tuple(only))]
+    both = [key for key in keys if key in left.tensors and key in right.tensors]
+    total = sum(tensor_bytes(side.tensors[key]) for side in (left, right) for key in both)
+    tensors: dict[str, Any] = {}
+    counted = False
+    with Bar(total, "compared") as bar:
+        for key in keys:
+            entry = _compared(key, left, right, tolerance, bar)
+            if entry:
+                tensors[key] = entry
+            counted |= bool(entry) and not (tolerance and entry.keys() == {"dtype"})
+    facts = {} if only else _unequal_facts(left.facts, right.facts)
+    counted |= any(not name.startswith(ASIDE) for name in facts)
+    return {"equal": not counted, "compared": len(both), "tensors": tensors, "facts": facts}
+
+
+def _compared(
+    key: str, left: Checkpoint, right: Checkpoint, tolerance: float, bar: Bar
+) -> dict[str, Any]:
+    """Return what differs of one tensor; nothing if it is equal."""
+    a, b = left.tensors.get(key), right.tensors.get(key)
+    if a is None or b is None:
+        return {"only": "left" if b is None else "right"}
+    entry: dict[str, Any] = {}
+    if a.dtype != b.dtype:
+        entry["dtype"] = [a.dtype, b.dtype]
+    rows = [side.facts.get("vocabulary_rows") for side in (left, right)]
+    known = next((count for count in rows if count is not None), None)
+    shapes = [true_shape(tensor, known, key) for tensor in (a, b)]
+    if shapes[0] != shapes[1]:
+        return {**entry, "shape": [list(shape) for shape in shapes]}
+    found = difference(key, shapes[0], left.read, right.read, tolerance, bar)
+    if found.different:
+        entry |= {
+            "elements": found.elements,
+            "different": found.different,
+            "max_absolute": found.max_absolute,
+            "max_relative": found.max_relative,
+            "first": list(found.first or ()),
+            "first_values": list(found.first_values or ()),
+        }
+    return entry
+
+
+def _unequal_facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what both say otherwise; a setting that one of them lacks says nothing."""
+    a, b = _flat(left), _flat(right)
+    names = sorted((a.keys() | b.keys()) - {"published"})
+    names = [name for name in names if not name.startswith(ASIDE) or (name in a and name in b)]
+    return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,252 @@
+"""What `checkpoint.py` writes: copies in large boxes, and other formats (a part of that tool)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.core.config import Config, check_at_least, option
+from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.utils import UserError, check_folder, human_bytes
+from megatron.training.arguments import parse_tool
+from megatron.training.flags.flag_status import Row
+
+if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
+    from megatron.core.dist_checkpointing.catalog import Name
+    from megatron.core.dist_checkpointing.reader import Checkpoint
+
+PROGRAM = "checkpoint"
+# Names of the old tool for what is found out here, or has no meaning.
+_OLD_NAMES = {
+    "mcore": "megatron",
+    "core": "megatron",
+    "megatron": "megatron",
+    "llama_mistral": "hf",
+    "huggingface": "hf",
+    "gpt2_hf": "hf",
+}
+OTHERS = tuple(
+    Row(flag, values, "no effect", why=why)
+    for flag, values, why in (
+        ("--megatron-path", "1", "this program is all that is needed"),
+        ("--max-queue-size", "1", "one process reads and writes"),
+        ("--no-checking", "0", "what does not fit is always refused"),
+        ("--checkpoint-type", "1", "the format is found out by the files"),
+        ("--model-size", "1", "the files say it"),
+        ("--loader-transformer-impl", "1", "checkpoints hold no implementation"),
+        ("--saver-transformer-impl", "1", "checkpoints hold no implementation"),
+        ("--position-embedding-type", "1", "the files say it"),
+        ("--true-vocab-size", "1", "give --vocab-size"),
+    )
+)
+
+
+def format_named(text: str) -> str:
+    """Return the format that a word of this tool or of the old one means.
+
+    Raises:
+        UserError: it means none.
+    """
+    word = _OLD_NAMES.get(text.lower(), text.lower())
+    known = ("megatron", "torch_dist", "torch", "hf")
+    if word not in known:
+        raise UserError(f"{text!r} is no format of checkpoints; there are {', '.join(known)}")
+    return word
+
+
+class ReshardConfig(Config):
+    """What to copy."""
+
+    load: str = option(metavar="FOLDER")
+    """The checkpoint, or a folder of checkpoints."""
+
+    save: str = option(metavar="FOLDER")
+    """Folder of checkpoints to write to; it gets a tracker if it has none."""
+
+    ckpt_step: int | None = option(None)
+    """Iteration to take of a folder of checkpoints; the newest when absent."""
+
+    files: int = option(1)
+    """Files to write. No layout needs a certain number: every rank reads the boxes it needs."""
+
+    params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = option(None)
+    """Dtype of the weights in the copy, made of their finer copies where there are any."""
+
+    optim: bool = option(True)
+    """Keep the optimizer's state; without, the copy is for --finetune, --no-load-optim and
+    generation."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "files")
+
+
+class ConvertConfig(Config):
+    """What to convert, and into what."""
+
+    load: str = option(aliases=("--load-dir",), metavar="FOLDER")
+    """A checkpoint, a folder of checkpoints, or a folder of the transformers library."""
+
+    save: str = option(aliases=("--save-dir",), metavar="FOLDER")
+    """Folder to write to."""
+
+    source: str | None = option(
+        None, flag="--from", aliases=("--loader",), parse=format_named, metavar="FORMAT"
+    )
+    """megatron (this project's), torch_dist, torch (Megatron-LM's), or hf (the transformers
+    library's); the files say it when absent."""
+
+    target: str = option(
+        "megatron", flag="--to", aliases=("--saver",), parse=format_named, metavar="FORMAT"
+    )
+    """megatron (this project's), torch_dist, or hf."""
+
+    model_type: Literal["GPT"] = option("GPT")
+    """Kind of model."""
+
+    ckpt_step: int | None = option(None)
+    """Iteration to take of a folder of checkpoints; the newest when absent."""
+
+    target_tensor_parallel_size: int | None = option(None)
+    """Taken from scripts of the old tool; the result can be read by any layout."""
+
+    target_pipeline_parallel_size: int | None = option(None)
+    """Likewise."""
+
+    files: int = option(1)
+    """Files to write, in this project's format."""
+
+    max_shard_size: float = option(5.0, metavar="GIB")
+    """Size above which the transformers library's format goes on in a further file."""
+
+    params_dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = option(None)
+    """Dtype of the weights; as they are when absent."""
+
+    optim: bool = option(True)
+    """Keep the optimizer's state, where both formats can hold one."""
+
+    copy_tokenizer: bool = option(False)
+    """Copy a tokenizer's files beside the weights."""
+
+    tokenizer: TokenizerConfig
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "files", "target_tensor_parallel_size")
+        check_at_least(self, 1, "target_pipeline_parallel_size")
+        if not self.max_shard_size > 0:
+            raise UserError(f"--max-shard-size ({self.max_shard_size}) must be above 0")
+
+
+def reshard(words: Sequence[str]) -> int:
+    """Copy a checkpoint into large boxes."""
+    config = parse_tool(words, ReshardConfig, PROGRAM).config
+    check_folder("--save", config.save)
+    from megatron.training.checkpoints import remade
+    from tools.checkpoint_reading import open_checkpoint, say
+
+    say("no layout needs this: a checkpoint in this project's format is read by any as it is")
+    dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
+    with open_checkpoint(config.load, config.ckpt_step) as source:
+        _not_in_place(source.folder, config.save)
+        view = remade.View(source, dtype=dtype, with_optimizer=config.optim)
+        facts = remade.copied(source.facts, dtype=dtype, with_optimizer=config.optim)
+        write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
+    return 0
+
+
+def convert(words: Sequence[str]) -> int:
+    """Bring a checkpoint into another format."""
+    config = parse_tool(words, ConvertConfig, PROGRAM, others=OTHERS).config
+    from tools.checkpoint_reading import say
+
+    _refuse_targets(config, say)
+    check_folder("--save", config.save)
+    folder = Path(config.load)
+    theirs = config.source == "hf" or (config.source is None and _is_hub_folder(folder))
+    if theirs and config.target == "hf":
+        raise UserError(
+            f"--load ({config.load}) is in the format hf, and so is --to; nothing to do"
+        )
+    if theirs or config.target == "hf":
+        from tools import checkpoint_hub
+
+        if theirs:
+            return checkpoint_hub.import_model(config, folder)
+        return checkpoint_hub.export_model(config)
+    return _convert_ours(config)
+
+
+def _refuse_targets(config: ConvertConfig, say: Any) -> None:
+    """Say what becomes of a wanted layout, and refuse a format that nobody writes here."""
+    if config.target == "torch":
+        raise UserError(
+            "--to torch: Megatron-LM's older format, which is cut for one layout, is not written "
+            "here; Megatron-LM reads --to torch_dist on any layout"
+        )
+    for flag, size in (
+        ("--target-tensor-parallel-size", config.target_tensor_parallel_size),
+        ("--target-pipeline-parallel-size", config.target_pipeline_parallel_size),
+    ):
+        if size is not None:
+            say(f"{flag} {size} has no effect: the result is read by any layout")
+
+
+def _is_hub_folder(folder: Path) -> bool:
+    from megatron.core.dist_checkpointing.detect import format_of
+
+    return (folder / "config.json").exists() and format_of(folder) is None
+
+
+def _name_of(source: "Checkpoint") -> "Name":
+    """Return the name that a copy of a checkpoint has among others."""
+    is_release = source.folder.name == "release"
+    return "release" if is_release else int(source.facts.get("iteration", 0))
+
+
+def _not_in_place(source: Path, save: str) -> None:
+    if source.parent.resolve() == Path(save).resolve():
+        raise UserError(f"--save ({save}) holds the checkpoint itself; give another folder")
+
+
+def write_ours(
+    save: str, name: "Name", shapes: Mapping[str, Any], read: Any, facts: Any, files: int
+) -> None:
+    """Write a checkpoint of ours and, in a folder without one, the tracker."""
+    from megatron.core.dist_checkpointing import catalog, stream
+    from tools.checkpoint_reading import Bar, say
+
+    root = Path(save)
+    final = root / catalog.folder_name(name)
+    if final.exists():
+        raise UserError(f"{final} exists already; give another --save, or remove it")
+    with Bar(sum(shape.bytes for shape in shapes.values()), "wrote") as bar:
+        index = stream.write(final, shapes, read, facts, files=files, told=bar)
+    tracked = catalog.read_tracker(root)
+    if tracked is None:
+        catalog.write_tracker(root, name)
+    else:
+        say(f"{root / catalog.TRACKER} still names {tracked}")
+    print(
+        f"wrote {final}: {len(index.tensors)} tensors, {human_bytes(index.bytes)} in "
+        f"{len(index.files)} file(s), hash {index.hash}"
+    )
+
+
+def _convert_ours(config: ConvertConfig) -> int:
+    """Convert between formats that hold our tensors."""
+    from megatron.core.dist_checkpointing.format import FORMAT
+    from megatron.training.checkpoints import remade
+    from tools.checkpoint_reading import open_checkpoint
+
+    if config.target != "megatron":
+        raise UserError(f"--to {config.target} is not built yet; --to megatron and --to hf are")
+    dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
+    with open_checkpoint(config.load, config.ckpt_step) as source:
+        found = "megatron" if source.format == FORMAT else source.format
+        if config.source not in (None, found):
+            raise UserError(f"--from {config.source}: {source.folder} is in the format {found}")
+        _not_in_place(source.folder, config.save)
+        with_optimizer = config.optim and source.facts.get("parts", {}).get("optimizer", False)
+        view = remade.View(source, dtype=dtype, with_optimizer=with_optimizer)
+        facts = remade.copied(source.facts, dtype=dtype, with_optimizer=with_optimizer)
+        facts = remade.without_layout(facts)
+        write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
+    return 0
