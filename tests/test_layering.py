@@ -31,7 +31,7 @@ ALLOWED = {
     "tensor_parallel": "utils kernels mesh comm held sharding",
     "context_parallel": "utils config kernels mesh comm held rng",
     "pipeline_parallel": "utils config mesh comm",
-    "dist_checkpointing": "utils mesh comm sharding",
+    "dist_checkpointing": "utils config mesh comm sharding",
     "distributed": "utils config mesh comm held sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
     "transformer": "utils config kernels mesh rng sharding recompute offload tensor_parallel "

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megatron.core.config import Config, check_at_least, check_at_most, option
 from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.datasets.config import DataConfig
+from megatron.core.dist_checkpointing.config import SpeedConfig
 from megatron.core.dist_checkpointing.strictness import Strictness
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.grid import ParallelConfig, divisions
@@ -234,6 +235,8 @@ class CheckpointConfig(Config):
 
     exit_on_failed_save: bool = option(False)
     """Stop when a checkpoint cannot be written, instead of training on without it."""
+
+    speed: SpeedConfig = SpeedConfig()
 
     use_checkpoint_args: bool = option(False)
     """Take the model's architecture from the checkpoint."""

@@ -34,7 +34,8 @@ from megatron.training.batches import Batches, NoBatches, Samples, training_numb
 from megatron.training.build import BuildModel, build_chunks, build_passes, build_run_optimizer
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
-from megatron.training.checkpoints.save import save_checkpoint, warn_of_space
+from megatron.training.checkpoints.save import warn_of_space
+from megatron.training.checkpoints.saver import Saver
 from megatron.training.config import RunConfig
 from megatron.training.data import RunData
 from megatron.training.devices import peak_flops
@@ -163,6 +164,7 @@ class Job:
         self.attempt = 0
         self.flops_per_sample = 0
         self.memory = MemoryUse(config, mesh)
+        self.saver: Saver | None = None
         self.newest: Path | None = None
         """The newest checkpoint of this run."""
 
@@ -280,9 +282,11 @@ class Job:
                 self.pulse.untimed("the end")
         except RunFailed as failure:
             message = str(failure)
+            self._rescue(alike=True)
             raise
         except BaseException as failure:
             reason, message = "failure", f"{type(failure).__name__}: {failure}"
+            self._rescue(alike=False)
             raise
         finally:
             metrics.close()
@@ -293,6 +297,11 @@ class Job:
             self.say(f"stopped after iteration {state.iteration}: {reason}")
             return config.training.exit_code_on_early_stop
         return 0
+
+    def _rescue(self, *, alike: bool) -> None:
+        """End a save that is under way, since training has failed."""
+        if self.saver is not None:
+            self.saver.rescue(alike=alike)
 
     def _passes(self, chunks: Sequence[nn.Module], timers: Timers) -> Passes:
         return build_passes(
@@ -419,6 +428,8 @@ class Job:
             empty_unused=self._empty_unused,
         )
         warn_of_space(config.checkpoint, self.mesh, chunks, optimizer, self.say)
+        saver = self._saver(chunks, optimizer, built.facts, state) if save_to else None
+        self.saver = self.memory.saver = saver
         parts = Parts(
             step=step,
             batches=self._training_batches(built.data.train, state),
@@ -443,7 +454,7 @@ class Job:
             replica_check=self._replica_check(optimizer),
             report_memory=MemoryLog(self.memory, metrics, self.say).report,
             pulse=self.pulse,
-            save=self._saver(chunks, optimizer, built.facts, state) if save_to else None,
+            saver=saver,
             say=self.say,
             flops_per_sample=self.flops_per_sample,
         )
@@ -485,7 +496,7 @@ class Job:
 
     def _saver(
         self, chunks: Sequence[nn.Module], optimizer: Optimizer, facts: RunFacts, state: TrainState
-    ) -> Callable[[TrainState, bool], None]:
+    ) -> Saver:
         checkpoint = self.config.checkpoint
         assert checkpoint.save is not None
         progress = None
@@ -495,17 +506,11 @@ class Job:
             )
             progress.start(state)
 
-        def save(state: TrainState, last: bool) -> None:
-            saved = save_checkpoint(
-                checkpoint, self.mesh, chunks, optimizer, state, facts, self.say
-            )
-            if saved.folder is None:
-                if last or checkpoint.exit_on_failed_save:
-                    raise RunFailed(f"iteration {state.iteration} was not saved: {saved.error}")
-                return
-            self.newest = saved.folder
-            self._status("running", state, None)  # a kill from here on finds it
+        def saved(folder: Path, of: TrainState) -> None:
+            self.newest = folder
+            # A kill from here on finds it; the run itself may be further by now.
+            self._status("running", state, None)
             if progress is not None:
-                progress.saved(state)
+                progress.saved(of)
 
-        return save
+        return Saver(checkpoint, self.mesh, chunks, optimizer, facts, self.say, saved)

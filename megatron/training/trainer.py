@@ -18,6 +18,7 @@ from datetime import timedelta
 from megatron.core.utils import Say
 from megatron.training import memory
 from megatron.training.batches import Batches, NoBatches
+from megatron.training.checkpoints.saver import Saver
 from megatron.training.config import RunConfig
 from megatron.training.evaluation import LOSS, HeldOut
 from megatron.training.external import ExternalBatches
@@ -55,8 +56,8 @@ class Parts:
     report_memory: Callable[[int], None]
     """Tells what memory is held after an iteration; a collective of the world."""
     pulse: Pulse
-    save: Callable[[TrainState, bool], None] | None
-    """Writes a checkpoint of a state, told whether it is the last; None when nothing is saved."""
+    saver: Saver | None
+    """None when nothing is saved."""
     say: Say
     flops_per_sample: float
 
@@ -219,7 +220,7 @@ class Trainer:
 
     def _seconds_to_next_save(self) -> float | None:
         interval = self.config.checkpoint.save_interval
-        if self.parts.save is None:
+        if self.parts.saver is None:
             return None
         left = self.parts.train_iters - self.state.iteration
         if interval is not None:
@@ -242,14 +243,20 @@ class Trainer:
     def _save_when_due(self, stopping: bool) -> None:
         interval, iteration = self.config.checkpoint.save_interval, self.state.iteration
         due = interval is not None and iteration % interval == 0
-        if self.parts.save is None or not (due or stopping):
+        saver = self.parts.saver
+        if saver is None:
+            return
+        if not (due or stopping):
+            saver.look()
             return
         self.parts.metrics.flush()
         self.parts.pulse.untimed(f"saving iteration {iteration}")
         start = time.perf_counter()
-        self.parts.save(self.state, stopping)
+        saver.save(self.state, stopping)
         seconds = time.perf_counter() - start
-        self.parts.stopper.saved(seconds)
+        # The last save may have to wait for one that is under way.
+        saves = 2 if self.config.checkpoint.speed.async_save else 1
+        self.parts.stopper.saved(max(seconds, saves * saver.longest))
         self._show_duration("save-checkpoint", seconds)
 
     def _show_duration(self, name: str, seconds: float) -> None:

@@ -15,7 +15,7 @@ from megatron.core import rng
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.format import Index
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
-from megatron.core.dist_checkpointing.save import Staged
+from megatron.core.dist_checkpointing.staging import Staged
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import build_stages

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import catalog, format, plan, save
+from megatron.core.dist_checkpointing import catalog, format, part, plan, save, staging
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init, Region, Sharding, box_slices, split, whole
@@ -137,7 +137,7 @@ def write(folder: Path, ranks: list[list[Item]], facts: dict | None = None) -> f
     partial = folder.with_name(folder.name + save.PARTIAL)
     partial.mkdir(parents=True)
     for rank, items in enumerate(ranks):
-        save.write(save.stage(items), partial, rank)
+        part.write(staging.stage(items), partial, rank)
     return save.publish(partial, folder, len(ranks), facts or {})
 
 

@@ -597,11 +597,11 @@ def test_ckpt_21_a_failed_save_is_reported_and_harms_nothing(
     run.save()
     good = run.weights()
 
-    def full(descriptor: int, data: bytes) -> int:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(save.os, "write", full)
+        patch.setattr(os, "pwrite", full)
         failed = run.train(4).save()
     assert failed.folder is None and "No space left on device" in failed.error
     assert "WARNING: saving iteration 4" in run.text

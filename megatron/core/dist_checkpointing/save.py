@@ -1,48 +1,37 @@
 """Saving: stage, write, publish, each a function of its own.
 
-`stage` lists what this rank writes (and copies it when training is to go on meanwhile); `write`
-puts it into a folder beside the checkpoint's and leaves a done-mark, the rank's part of the index;
-`publish`, on rank 0 alone, joins the parts, checks that every element of every tensor is there
-exactly once, and renames the folder. None of the three communicates, so `write` may run in the
-background; `save` is the three in a row for all ranks. Until the rename, older checkpoints are not
-touched and nothing looks like a new one; when a step fails on any rank, all raise `SaveError` and
-the folder goes.
-
-A part is written in one pass: a helper thread computes checksums beside the writes, and only what
-is not contiguous or not in host memory is copied, a chunk at a time.
+`stage` lists what this rank writes, and copies it when training is to go on meanwhile (`staging`);
+`write` puts it into a folder beside the checkpoint's and leaves a done-mark, the rank's part of the
+index (`part`); `publish`, on rank 0 alone, joins the parts, checks that every element of every
+tensor is there exactly once, and renames the folder. None of the three communicates, so `write` may
+run in the background (`background`); `save` is the three in a row for all ranks. Until the rename,
+older checkpoints are not touched and nothing looks like a new one; when a step fails on any rank,
+all raise `SaveError` and the folder goes.
 """
 
-import math
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import (
-    ALIGNMENT,
-    CHUNK,
     INDEX,
     CheckpointError,
     Index,
-    StoredBox,
     StoredTensor,
-    dtype_name,
     parse_index,
     sync_folder,
     write_index,
 )
-from megatron.core.dist_checkpointing.plan import Item, Piece, uncovered
+from megatron.core.dist_checkpointing.part import mark, write
+from megatron.core.dist_checkpointing.plan import Item, uncovered
+from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
-from megatron.core.utils import human_bytes, round_up
+from megatron.core.utils import human_bytes
 
 PARTIAL = ".partial"
 """Ending of the folder that a save writes into; one that stays behind is no checkpoint."""
@@ -52,100 +41,6 @@ REPLACED = ".replaced"
 
 class SaveError(Exception):
     """A checkpoint was not written; the older ones are as they were."""
-
-
-@dataclass(frozen=True)
-class Staged:
-    """What one rank writes."""
-
-    items: list[Item]
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of the file it makes."""
-        return sum(
-            round_up(piece.tensor.nbytes, ALIGNMENT) for item in self.items for piece in item.pieces
-        )
-
-
-def stage(items: Iterable[Item], *, copy: bool = False) -> Staged:
-    """Return what to write, as views, or as copies in host memory that training cannot change."""
-    items = list(items)
-    if copy:
-        items = [
-            replace(item, pieces=tuple(_copied(piece) for piece in item.pieces)) for item in items
-        ]
-    return Staged(items)
-
-
-def _copied(piece: Piece) -> Piece:
-    return Piece(piece.box, piece.tensor.to("cpu", copy=True))
-
-
-def write(staged: Staged, folder: Path, rank: int) -> Index:
-    """Write one rank's boxes and then its done-mark into ``folder``; both are on disk on return.
-
-    Raises:
-        OSError: the disk is full, or another failure of the file system.
-    """
-    index = Index()
-    # A key of which this rank holds nothing is listed too: somebody must hold it.
-    for item in staged.items:
-        index.tensors[item.key] = StoredTensor(dtype_name(item.dtype), item.shape)
-    if any(item.pieces for item in staged.items):
-        name = f"rank{rank:05d}.bin"
-        with open(folder / name, "wb", buffering=0) as file, ThreadPoolExecutor(1) as helper:
-            offset = 0
-            for item in staged.items:
-                for piece in item.pieces:
-                    crc = _write_tensor(file.fileno(), piece.tensor, helper)
-                    stored = StoredBox(piece.box, name, offset, crc)
-                    index.tensors[item.key].boxes.append(stored)
-                    offset += round_up(piece.tensor.nbytes, ALIGNMENT)
-            os.fsync(file.fileno())
-        index.files[name] = offset
-    write_index(index, folder / mark(rank))
-    return index
-
-
-def mark(rank: int) -> str:
-    """Return the name of a rank's done-mark."""
-    return f"rank{rank:05d}.done"
-
-
-def _write_tensor(descriptor: int, tensor: Tensor, helper: ThreadPoolExecutor) -> int:
-    """Write the bytes of ``tensor`` and the padding after them; return the checksum."""
-    crc = 0
-    for chunk in _chunks(tensor):
-        checksum = helper.submit(zlib.crc32, chunk, crc)
-        write_all(descriptor, chunk)
-        crc = checksum.result()
-    write_all(descriptor, memoryview(bytes(-tensor.nbytes % ALIGNMENT)))
-    return crc
-
-
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Write all of ``data`` to a file that may take a part of it at a time."""
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in row-major order, in host memory, some MB at a time."""
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1)
-        step = CHUNK // tensor.element_size()
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step].to("cpu").view(torch.uint8)
-            yield memoryview(part.numpy())  # type: ignore[arg-type]
-        return
-    row = math.prod(tensor.shape[1:]) * tensor.element_size()
-    step = max(CHUNK // row, 1)
-    for start in range(0, tensor.shape[0], step):
-        rows = tensor[start : start + step]
-        yield from _chunks(rows.contiguous() if row <= CHUNK else rows[0])
 
 
 def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) -> Index:
@@ -228,31 +123,59 @@ def save(items: Iterable[Item], final: Path, facts: Mapping[str, Any], world: Ax
         SaveError: it failed on some rank; every rank raises, and nothing is left behind.
     """
     partial = final.with_name(final.name + PARTIAL)
-    first = world.coordinate == 0
     staged = stage(items)
-    published: list[Index] = []
-    try:
-        problem = attempt(lambda: _prepare(partial), first)
-        sizes = comm.gather_objects(staged.bytes, world)
-        if first and problem is None:
-            problem = lacking_space(partial, sum(sizes))
-        agree(problem, world)
+    with removing(partial, world):
+        prepare(partial, staged.bytes, world)
         agree(attempt(lambda: write(staged, partial, world.coordinate), True), world)
-        problem = attempt(
-            lambda: published.append(publish(partial, final, world.size, facts)), first
-        )
-        agree(problem, world)
+        return agreed_publish(partial, final, facts, world)
+
+
+@contextmanager
+def removing(partial: Path, world: Axis) -> Iterator[None]:
+    """Remove what a save has written when the block raises `SaveError`, as it does on all ranks."""
+    try:
+        yield
     except SaveError:
-        if first:
+        if world.coordinate == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return published[0] if published else None
 
 
-def _prepare(partial: Path) -> None:
+def prepare(partial: Path, size: int, world: Axis) -> None:
+    """Make the folder that ``size`` bytes of this rank go to; a collective of ``world``.
+
+    Raises:
+        SaveError: it cannot be made, or what all ranks write does not fit.
+    """
+    first = world.coordinate == 0
+    problem = attempt(lambda: _make(partial), first)
+    sizes = comm.gather_objects(size, world)
+    if first and problem is None:
+        problem = lacking_space(partial, sum(sizes))
+    agree(problem, world)
+
+
+def _make(partial: Path) -> None:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
+
+
+def agreed_publish(
+    partial: Path, final: Path, facts: Mapping[str, Any], world: Axis
+) -> Index | None:
+    """Let rank 0 publish what all ranks wrote, and give it the index; a collective of ``world``.
+
+    Raises:
+        SaveError: it could not; every rank raises.
+    """
+    published: list[Index] = []
+
+    def act() -> None:
+        published.append(publish(partial, final, world.size, facts))
+
+    agree(attempt(act, world.coordinate == 0), world)
+    return published[0] if published else None
 
 
 def attempt(action: Callable[[], object], mine: bool) -> str | None:

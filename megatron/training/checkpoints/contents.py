@@ -13,6 +13,7 @@ stored, so that a run may go on in another precision.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,7 @@ def items(
     *,
     saving: bool,
     states: bool = True,
+    shared: bool = True,
 ) -> list[Item]:
     """Return weights and optimizer state of this rank.
 
@@ -87,6 +89,7 @@ def items(
         saving: take what this rank owns, and its share of what the replicas have alike; else
             everything it holds.
         states: take the states of the update rule.
+        shared: when saving, let replicas share what they hold alike; else the first takes it all.
     """
     coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()} if saving else None
     shared = optimizer.weights() if optimizer is not None else None
@@ -101,10 +104,14 @@ def items(
         return [*weights, *kept]
     # What ranks hold alike they write in turns; what each has a share of is nobody else's.
     copies = optimizer.copies if optimizer is not None else mesh.dp_cp
-    return [
-        *plan.spread(weights, mesh.dp_cp.coordinate, mesh.dp_cp.size),
-        *plan.spread(kept, copies.coordinate, copies.size),
-    ]
+    return [*_share(weights, mesh.dp_cp, shared), *_share(kept, copies, shared)]
+
+
+def _share(alike: Sequence[Item], replicas: Axis, shared: bool) -> Sequence[Item]:
+    """Return what this rank writes of what all ``replicas`` hold."""
+    if shared:
+        return plan.spread(alike, replicas.coordinate, replicas.size)
+    return alike if replicas.coordinate == 0 else [replace(item, pieces=()) for item in alike]
 
 
 def _flat(

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing import catalog, plan
+from megatron.core.dist_checkpointing.format import Index
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.save import (
     SaveError,
@@ -17,8 +18,8 @@ from megatron.core.dist_checkpointing.save import (
     attempt,
     lacking_space,
     save,
-    stage,
 )
+from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Mesh
 from megatron.core.utils import Say, human_bytes
 from megatron.training.checkpoints import facts as checkpoint_facts
@@ -37,7 +38,10 @@ class Saved:
     """The published checkpoint; None when the save failed."""
     error: str | None
     seconds: float
+    """From its begin to its end."""
     bytes: int = 0
+    stall: float | None = None
+    """Seconds that training waited for it; None: for all of it."""
 
 
 def save_checkpoint(
@@ -54,35 +58,94 @@ def save_checkpoint(
     A collective of the world, at the boundary of an iteration. A failure (full disk, quota ...) is
     reported and returned; older checkpoints and the tracker are then as they were.
     """
+    begin = time.monotonic()
+    final = announced(config, state, say)
+    everything = contents(config, mesh, models, optimizer)
+    stored = facts(config, mesh, optimizer, state, run)
+    try:
+        clear(final.parent, mesh)
+        index = save(everything, final, stored, mesh.world)
+        move_tracker(final.parent, state.iteration, mesh)
+    except SaveError as error:
+        return failed(config, state.iteration, error, time.monotonic() - begin, say)
+    size = index.bytes if index is not None else 0
+    saved = Saved(final, None, time.monotonic() - begin, size)
+    conclude(config, state.iteration, saved, index, say)
+    return saved
+
+
+# What saving at once and saving in the background (`saver`) have in common.
+
+
+def announced(config: CheckpointConfig, state: TrainState, say: Say) -> Path:
+    """Say what is to be saved, and return the folder of the checkpoint."""
     assert config.save is not None, "nowhere to save to"
-    root, begin = Path(config.save), time.monotonic()
-    final = root / catalog.folder_name(state.iteration)
     say(f"saving checkpoint at iteration {state.iteration:7d} to {config.save}")
-    everything = items(models, optimizer, mesh, saving=True, states=config.save_optim)
+    return Path(config.save) / catalog.folder_name(state.iteration)
+
+
+def contents(
+    config: CheckpointConfig, mesh: Mesh, models: Sequence[nn.Module], optimizer: Optimizer | None
+) -> list[Item]:
+    """Return what this rank writes: its share of weights and states, and its random generators."""
+    everything = _tensors(config, mesh, models, optimizer)
     if not config.save_optim:
         everything = [item for item in everything if not item.key.startswith(OPTIMIZER)]
     if config.save_rng:
         everything.append(_random_item(mesh))
-    facts = _facts(config, mesh, optimizer, state, run)
+    return everything
+
+
+def _tensors(
+    config: CheckpointConfig, mesh: Mesh, models: Sequence[nn.Module], optimizer: Optimizer | None
+) -> list[Item]:
+    return items(
+        models,
+        optimizer,
+        mesh,
+        saving=True,
+        states=config.save_optim,
+        shared=config.speed.ckpt_fully_parallel_save,
+    )
+
+
+def clear(root: Path, mesh: Mesh) -> None:
+    """Remove what saves that were stopped have left; a collective of the world.
+
+    Raises:
+        SaveError: rank 0 could not; every rank raises.
+    """
+    agree(attempt(lambda: catalog.clear(root), mesh.world.coordinate == 0), mesh.world)
+
+
+def move_tracker(root: Path, iteration: int, mesh: Mesh) -> None:
+    """Make a published checkpoint the newest; collective, and raises, as `clear`."""
     first = mesh.world.coordinate == 0
-    try:
-        agree(attempt(lambda: catalog.clear(root), first), mesh.world)
-        index = save(everything, final, facts, mesh.world)
-        agree(attempt(lambda: catalog.write_tracker(root, state.iteration), first), mesh.world)
-    except SaveError as error:
-        seconds = time.monotonic() - begin
-        say(f"WARNING: saving iteration {state.iteration} to {config.save} failed: {error}")
-        return Saved(None, str(error), seconds)
-    size, digest = (index.bytes, index.hash) if index is not None else (0, "")
-    seconds = time.monotonic() - begin
+    agree(attempt(lambda: catalog.write_tracker(root, iteration), first), mesh.world)
+
+
+def failed(
+    config: CheckpointConfig, iteration: int, error: SaveError, seconds: float, say: Say
+) -> Saved:
+    """Report a save that failed."""
+    say(f"WARNING: saving iteration {iteration} to {config.save} failed: {error}")
+    return Saved(None, str(error), seconds)
+
+
+def conclude(
+    config: CheckpointConfig, iteration: int, saved: Saved, index: Index | None, say: Say
+) -> None:
+    """Say how a save went that was published, and drop what retention does not keep (rank 0)."""
+    assert config.save is not None
+    waited = "" if saved.stall is None else f", of which training waited {saved.stall:.2f} s"
     say(
-        f"  successfully saved checkpoint from iteration {state.iteration:7d} to {config.save} "
-        f"({human_bytes(size)} in {seconds:.1f} s, {human_bytes(size / max(seconds, 1e-9))}/s, "
-        f"hash {digest})"
+        f"  successfully saved checkpoint from iteration {iteration:7d} to {config.save} "
+        f"({human_bytes(saved.bytes)} in {saved.seconds:.1f} s{waited}, "
+        f"{human_bytes(saved.bytes / max(saved.seconds, 1e-9))}/s, "
+        f"hash {index.hash if index is not None else ''})"
     )
     if index is not None:
-        _retain(config, root, say)
-    return Saved(final, None, seconds, size)
+        _retain(config, Path(config.save), say)
 
 
 def _random_item(mesh: Mesh) -> Item:
@@ -92,15 +155,16 @@ def _random_item(mesh: Mesh) -> Item:
     return Item(random_key(mesh), tuple(states.shape), states.dtype, (piece,))
 
 
-def _facts(
+def facts(
     config: CheckpointConfig,
     mesh: Mesh,
     optimizer: Optimizer | None,
     state: TrainState,
     run: RunFacts,
 ) -> dict[str, Any]:
+    """Return what the checkpoint says of the run; later changes of ``state`` do not reach it."""
     with_optimizer = config.save_optim and optimizer is not None
-    facts = {
+    return {
         "iteration": state.iteration,
         "progress": state.to_json(),
         "parts": {"optimizer": with_optimizer, "random": config.save_rng},
@@ -113,7 +177,6 @@ def _facts(
         "environment": checkpoint_facts.environment(mesh),
         "config": dict(run.config),
     }
-    return facts
 
 
 def _retain(config: CheckpointConfig, root: Path, say: Say) -> None:
@@ -138,8 +201,8 @@ def warn_of_space(
     """Warn at the start when not even one checkpoint will fit; a collective of the world."""
     if config.save is None:
         return
-    everything = items(models, optimizer, mesh, saving=True, states=config.save_optim)
-    size = sum(comm.gather_objects(stage(everything).bytes, mesh.world))
+    here = stage(_tensors(config, mesh, models, optimizer)).bytes
+    size = sum(comm.gather_objects(here, mesh.world))
     if mesh.world.coordinate == 0:
         Path(config.save).mkdir(parents=True, exist_ok=True)
         problem = lacking_space(Path(config.save), size)

@@ -7,6 +7,7 @@ from megatron.core.config import Origin
 from megatron.core.held import Held
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.training.checkpoints.saver import Saver
 from megatron.training.config import RunConfig
 from megatron.training.plan.memory import MemoryPlan, RankMemory
 
@@ -25,6 +26,8 @@ class MemoryUse:
     """Rows of the vocabulary; None: not known yet."""
     optimizer: Optimizer | None = None
     """None before it is built, and where there is only evaluation."""
+    saver: Saver | None = None
+    """None where nothing is saved."""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
