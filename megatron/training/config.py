@@ -236,7 +236,7 @@ class CheckpointConfig(Config):
     exit_on_failed_save: bool = option(False)
     """Stop when a checkpoint cannot be written, instead of training on without it."""
 
-    speed: SpeedConfig = SpeedConfig()
+    speed: SpeedConfig = SpeedConfig.resolve()
 
     use_checkpoint_args: bool = option(False)
     """Take the model's architecture from the checkpoint."""

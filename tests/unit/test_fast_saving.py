@@ -205,14 +205,21 @@ def test_a_rescue_without_all_ranks_parts_publishes_nothing(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["one.partial"]
 
 
-@pytest.mark.parametrize("way", ["at once", "beside"])
-@pytest.mark.parametrize("megabytes", [48, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("way", "megabytes"),
+    [
+        ("beside", 24),
+        pytest.param("at once", 200, marks=pytest.mark.slow),
+        pytest.param("beside", 200, marks=pytest.mark.slow),
+    ],
+)
 def test_ckpt_22_twenty_saves_keep_resident_memory(
     tmp_path: Path, way: str, megabytes: int
 ) -> None:
     """After save 20 within 15% of what it was after save 3; half of the state is not contiguous."""
-    state = torch.zeros(megabytes << 16, 6, dtype=torch.int32)
-    everything = [item("plain", state[: megabytes << 15]), item("turned", state[:, ::2])]
+    rows = megabytes * 10**6 // 24
+    state = torch.zeros(rows, 6, dtype=torch.int32)
+    everything = [item("plain", state[: rows // 2]), item("strided", state[:, ::2])]
     size = sum(piece.tensor.nbytes for one in everything for piece in one.pieces)
     process, buffer, resident = psutil.Process(), HostBuffer(), []
     for number in range(20):
@@ -223,7 +230,7 @@ def test_ckpt_22_twenty_saves_keep_resident_memory(
             save.save(everything, final, {}, WORLD)
         resident.append(process.memory_info().rss)
     assert resident[19] < 1.15 * resident[2]
-    assert buffer.bytes == (size if way == "beside" else 0)
+    assert size <= buffer.bytes < size + 200 if way == "beside" else buffer.bytes == 0
 
 
 @pytest.mark.skipif(not priority.settable(), reason="threads have no priorities of their own")

@@ -69,9 +69,7 @@ class BackgroundSave:
             prepare(self._partial, stage(items).bytes, world)
         staged = stage(items, buffer)
         # A failure here is told when all ranks finish, as one in the background is.
-        self._attempt(
-            lambda: self._start(Part(staged, self._partial, world.coordinate, prepare_thread))
-        )
+        self._attempt(lambda: self._start(staged, prepare_thread))
         self._thread = threading.Thread(
             target=self._attempt, args=(self._write,), name="checkpoint", daemon=True
         )

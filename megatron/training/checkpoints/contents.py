@@ -78,7 +78,7 @@ def items(
     *,
     saving: bool,
     states: bool = True,
-    shared: bool = True,
+    spread: bool = True,
 ) -> list[Item]:
     """Return weights and optimizer state of this rank.
 
@@ -89,7 +89,7 @@ def items(
         saving: take what this rank owns, and its share of what the replicas have alike; else
             everything it holds.
         states: take the states of the update rule.
-        shared: when saving, let replicas share what they hold alike; else the first takes it all.
+        spread: when saving, let replicas share what they hold alike; else the first takes it all.
     """
     coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()} if saving else None
     shared = optimizer.weights() if optimizer is not None else None
@@ -104,12 +104,12 @@ def items(
         return [*weights, *kept]
     # What ranks hold alike they write in turns; what each has a share of is nobody else's.
     copies = optimizer.copies if optimizer is not None else mesh.dp_cp
-    return [*_share(weights, mesh.dp_cp, shared), *_share(kept, copies, shared)]
+    return [*_share(weights, mesh.dp_cp, spread), *_share(kept, copies, spread)]
 
 
-def _share(alike: Sequence[Item], replicas: Axis, shared: bool) -> Sequence[Item]:
+def _share(alike: Sequence[Item], replicas: Axis, spread: bool) -> Sequence[Item]:
     """Return what this rank writes of what all ``replicas`` hold."""
-    if shared:
+    if spread:
         return plan.spread(alike, replicas.coordinate, replicas.size)
     return alike if replicas.coordinate == 0 else [replace(item, pieces=()) for item in alike]
 

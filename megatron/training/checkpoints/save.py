@@ -105,7 +105,7 @@ def _tensors(
         mesh,
         saving=True,
         states=config.save_optim,
-        shared=config.speed.ckpt_fully_parallel_save,
+        spread=config.speed.ckpt_fully_parallel_save,
     )
 
 

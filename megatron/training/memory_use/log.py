@@ -51,6 +51,8 @@ class MemoryLog:
         found = self._use.fixed()
         if not self._use.config.shared_by_torch:  # nobody knows what torch has of whole units
             found["communication"] = self._use.passing.most
+        if self._use.saver is not None and self._use.config.checkpoint.speed.async_save:
+            found["staged"] = self._use.saver.bytes
         name = PEAK if self._is_cuda else "resident"
         return {**found, name: memory.in_use(self._use.mesh.device)()}
 

@@ -20,6 +20,7 @@ from megatron.training.plan.gathered import gathered
 from megatron.training.plan.passing import Passing
 from megatron.training.plan.peaks import Chunk, Later, Peak
 from megatron.training.plan.saved import Share
+from megatron.training.plan.staged import staged
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,16 @@ class RankMemory:
     """Of activations and communication at one time, at most."""
     building: int = 0
     """Of all that is there while the model is built, at most."""
+    staged: int = 0
+    """In host memory: copies of what is saved beside training, at most."""
 
     def categories(self) -> dict[str, int]:
         """Return the bytes of every category by its name; of what is in host memory, together."""
         host = self.fixed.get("host", 0) + self.host
         on_device = {name: size for name, size in self.fixed.items() if name != "host"}
         moving = {"activations": self.activations, "communication": self.communication}
-        return {**on_device, **moving, "host": host}
+        staged = {"staged": self.staged} if self.staged else {}
+        return {**on_device, **moving, "host": host, **staged}
 
     @property
     def at_work(self) -> int:
@@ -76,7 +80,9 @@ class MemoryPlan:
         count = pipeline_plan.microbatches(self.config)
         peaks = self._peaks(self.config.training.micro_batch_size, count)
         return [
-            RankMemory(rank.parameters, rank.fixed, *peak, building=rank.building)
+            RankMemory(
+                rank.parameters, rank.fixed, *peak, building=rank.building, staged=rank.staged
+            )
             for rank, peak in zip(self._ranks, peaks, strict=True)
         ]
 
@@ -151,7 +157,7 @@ class _Rank:
         buffers = accounting.chunk_buffers(config, padded_rows, number)
         plans = [plan for chunk in buffers for plan in chunk]
         self.parameters = sum(slot.stop - slot.start for plan in plans for slot in plan.slots)
-        self.building = 0
+        self.building = self.staged = 0
         if config.training.skip_train:  # no optimizer, hence no buffers
             size = memory.BYTES[config.precision.params_dtype]
             self.fixed = {"weights": self.parameters * size}
@@ -171,6 +177,7 @@ class _Rank:
             chunks = accounting.chunk_buffers(ours, padded_rows, number)
             units = [plan for chunk in chunks for plan in chunk]
         self.building = building(config, units)
+        self.staged = staged(config, plans)
         stages = [config.stages[at] for at in config.placement.positions(number)]
         self.passing = [passing.of_stage(config, stage, units) for stage in stages]
         replicas = config.data_parallel_size * config.parallel.context_parallel_size

@@ -1,0 +1,140 @@
+"""Saves beside training on several ranks: what a save at once would have stored, and its failures.
+
+Whole runs of pretrain_gpt.py on ranks of the worker pool, and a small model alone where a disk is
+full.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.format import read_index
+from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.grid import ParallelConfig
+from megatron.core.mesh import Mesh
+from megatron.training.checkpoints.saver import Saver
+from megatron.training.config import CheckpointConfig
+from megatron.training.failing.failure import RunFailed
+from megatron.training.state import TrainState
+from tests.distributed.test_checkpoints import FACTS, build
+from tests.harness import Pool
+from tests.programs import launch
+
+RUN = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--position-embedding-type rope --mock-data --tokenizer-type NullTokenizer --vocab-size 101 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 4 --eval-iters 1 "
+    "--log-interval 1 --num-workers 0 --bf16 --device cpu --save save --save-interval 1"
+)
+PP2 = "--pipeline-model-parallel-size 2"
+LAYOUTS = {
+    "pp2": (2, PP2),
+    "dp2 optim": (2, "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"),
+    "pp2 dp2 optim": (4, f"{PP2} --use-distributed-optimizer"),
+    "dp4 all": (4, "--use-megatron-fsdp --overlap-grad-reduce --log-memory-interval 4"),
+}
+
+
+def saved(pool: Pool, layout: str, folder: Path, *more: str) -> tuple[dict[int, str], str]:
+    """Run on a layout; return the hash of each iteration's checkpoint, and what rank 0 printed."""
+    folder.mkdir()
+    world, words = LAYOUTS[layout]
+    ended = launch(pool, world, "pretrain_gpt", *RUN.split(), *words.split(), *more, folder=folder)
+    assert [one.code for one in ended] == [0] * world
+    assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    hashes = {
+        iteration: read_index(folder / "save" / f"iter_{iteration:07d}").hash
+        for iteration in range(1, 5)
+    }
+    return hashes, ended[0].out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beside_training_the_same_is_stored(pool: Pool, tmp_path: Path, layout: str) -> None:
+    at_once, _ = saved(pool, layout, tmp_path / "at_once")
+    beside, printed = saved(pool, layout, tmp_path / "beside", "--async-save")
+    assert beside == at_once and len(set(at_once.values())) == 4
+    assert printed.count("the checkpoint is written meanwhile") == 3  # the last one is waited for
+    assert printed.count("of which training waited") == 3
+    bounded, _ = saved(
+        pool, layout, tmp_path / "bounded", "--async-save", "--async-save-host-gib", "0.00001"
+    )
+    assert bounded == at_once
+
+
+def test_without_sharing_the_first_replica_writes_all(pool: Pool, tmp_path: Path) -> None:
+    saved(pool, "pp2 dp2 optim", tmp_path / "shared")
+    saved(pool, "pp2 dp2 optim", tmp_path / "alone", "--no-ckpt-fully-parallel-save")
+    tensors = []
+    for way in ("shared", "alone"):
+        with Checkpoint(tmp_path / way / "save" / "iter_0000004") as checkpoint:
+            # Shares of states are everybody's own, weights are what both replicas hold.
+            weights = [
+                box.file
+                for key, tensor in checkpoint.tensors.items()
+                for box in tensor.boxes
+                if key.startswith("model.")
+            ]
+            assert len(set(weights)) == (4 if way == "shared" else 2)
+            tensors.append({key: checkpoint.read(key) for key in checkpoint.tensors})
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+
+
+def save_beside_a_full_disk(rank: int, folder: str, full: int, stop: bool) -> list[str]:
+    """Save three times beside training, the second time with a full disk on one rank."""
+    mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
+    chunks, optimizer = build(mesh)
+    config = CheckpointConfig.resolve(save=folder, async_save=True, exit_on_failed_save=stop)
+    lines, seen = list[str](), list[int]()
+    saver = Saver(
+        config,
+        mesh,
+        chunks,
+        optimizer,
+        FACTS,
+        lines.append,
+        lambda _, of: seen.append(of.iteration),
+    )
+
+    def fails(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    state = TrainState()
+    for iteration in (1, 2, 3):
+        saver.finish()
+        state.iteration = iteration  # the state goes on changing while it is saved
+        with pytest.MonkeyPatch.context() as patch:
+            if iteration == 2 and rank == full:
+                patch.setattr(os, "pwrite", fails)
+            saver.save(state, last=False)
+            if iteration == 2:
+                try:
+                    saver.finish()
+                except RunFailed as error:
+                    return [str(error)]
+    while len(seen) < 2:
+        state.iteration += 1
+        saver.look()
+    saver.save(state, last=True)
+    assert seen == [1, 3, state.iteration]
+    return [line for line in lines if "WARNING" in line]
+
+
+@pytest.mark.parametrize(("full", "stop"), [(0, False), (1, False), (1, True)])
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(
+    pool: Pool, tmp_path: Path, full: int, stop: bool
+) -> None:
+    here, there = pool.run(2, save_beside_a_full_disk, str(tmp_path), full, stop)
+    assert here == there and len(here) == 1
+    assert f"rank {full}: [Errno 28] no space left" in here[0]
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept[0] == "iter_0000001" and "iter_0000002" not in kept
+    assert not any(name.endswith(".partial") for name in kept)
+    assert (len(kept) == 1) == stop
+    for name in kept:
+        with Checkpoint(tmp_path / name) as checkpoint:
+            assert checkpoint.damages() == []
