@@ -28,8 +28,9 @@ from megatron.core.dist_checkpointing.format import (
     dtype_name,
     sync_folder,
 )
+from megatron.core.dist_checkpointing.part import write_all
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.save import PARTIAL, lacking_space, write_all
+from megatron.core.dist_checkpointing.save import PARTIAL, lacking_space
 from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, as_bytes, slabs
 from megatron.core.sharding import Box, box_slices
 from megatron.core.utils import UserError

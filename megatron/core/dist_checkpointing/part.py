@@ -172,6 +172,12 @@ def mark(rank: int) -> str:
     return f"rank{rank:05d}.done"
 
 
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of ``data`` to a file that may take a part of it at a time."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
 def write(staged: Staged, folder: Path, rank: int) -> Index:
     """Write one rank's boxes and then its done-mark into ``folder``; both are on disk on return.
 

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.format import (
     StoredTensor,
     write_index,
 )
-from megatron.core.dist_checkpointing.part import mark
+from megatron.core.dist_checkpointing.part import mark, write_all
 from megatron.core.dist_checkpointing.plan import volume
 from megatron.core.dist_checkpointing.save import PARTIAL, lacking_space, publish
 from megatron.core.sharding import Box
@@ -171,10 +171,10 @@ def _write_file(
             for slab in slabs(box, tensors[key].itemsize):
                 data = as_bytes(read(key, slab))
                 crc = zlib.crc32(data, crc)
-                _write_all(file.fileno(), data)
+                write_all(file.fileno(), data)
                 told(key, len(data))
             length = volume(box) * tensors[key].itemsize
-            _write_all(file.fileno(), memoryview(bytes(-length % ALIGNMENT)))
+            write_all(file.fileno(), memoryview(bytes(-length % ALIGNMENT)))
             stored.boxes.append(StoredBox(box, name, offset, crc))
             offset += round_up(length, ALIGNMENT)
         os.fsync(file.fileno())
@@ -186,9 +186,3 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in host memory, without a copy."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    """Write all of ``data`` to a file that may take a part of it at a time."""
-    while data:
-        data = data[os.write(descriptor, data) :]
