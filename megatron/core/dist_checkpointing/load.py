@@ -7,19 +7,23 @@ A floating-point state of another precision is converted to that of its target, 
 flags have chosen, and the report says so; nothing else is ever converted.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from megatron.core import comm
-from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.plan import Item
-from megatron.core.dist_checkpointing.reader import DamagedError, Reader, TensorFacts
+from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError
+from megatron.core.dist_checkpointing.plan import Item, Piece
+from megatron.core.dist_checkpointing.reader import READERS, DamagedError, Reader, TensorFacts
 from megatron.core.dist_checkpointing.strictness import (
     LENIENT_ABOUT_MISSING,
     STRICT_ABOUT_UNEXPECTED,
     Strictness,
 )
 from megatron.core.mesh import Axis
+
+PART = 2 * CHUNK
+"""Bytes of a tensor above which several threads share it."""
 
 
 @dataclass
@@ -89,16 +93,33 @@ def load(
         ],
     )
     fits()
-    for item in items:
-        source = chosen[item.key]
-        if source is None:
-            continue
-        for piece in item.pieces:
-            checkpoint.fill(source, piece)
-            report.bytes += piece.tensor.nbytes
+    there = [(item, source) for item in items if (source := chosen[item.key]) is not None]
+    _fill(checkpoint, [(source, piece) for item, source in there for piece in item.pieces])
+    for item, source in there:
+        report.bytes += sum(piece.tensor.nbytes for piece in item.pieces)
         report.tensors += 1
         _note(item, source, stored[source], report)
     return report
+
+
+def _fill(checkpoint: Reader, wanted: Sequence[tuple[str, Piece]]) -> None:
+    """Fill pieces by several threads, large ones in parts."""
+    parts = [(source, part) for source, piece in wanted for part in _parts(piece)]
+    with ThreadPoolExecutor(READERS) as readers:
+        for _ in readers.map(lambda each: checkpoint.fill(*each), parts):
+            pass  # raises what a thread raised
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """Yield runs of rows of a piece, of some chunks each."""
+    if piece.tensor.nbytes <= PART:
+        yield piece
+        return
+    ((first, _), *inner), rows = piece.box, piece.tensor.shape[0]
+    step = max(rows * PART // piece.tensor.nbytes, 1)
+    for start in range(0, rows, step):
+        part = piece.tensor[start : start + step]
+        yield Piece(((first + start, first + start + part.shape[0]), *inner), part)
 
 
 def _source(item: Item, tensors: Mapping[str, TensorFacts]) -> str | None:

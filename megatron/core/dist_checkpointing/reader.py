@@ -11,6 +11,7 @@ that is contiguous host memory of the same dtype.
 
 import math
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checksum import joined
 from megatron.core.dist_checkpointing.detect import open_index
 from megatron.core.dist_checkpointing.format import (
     CHUNK,
@@ -36,6 +38,11 @@ from megatron.core.dist_checkpointing.plan import (
     volume,
 )
 from megatron.core.sharding import Box, box_shape, box_slices
+
+READERS = 4
+"""Threads that read: a disk serves several at once, and checksums take longer than reading."""
+BLOCK = 2**20
+"""Bytes that are read and then checked, while a processor's cache still has them."""
 
 
 class DamagedError(CheckpointError):
@@ -104,7 +111,7 @@ class Reader(Protocol):
         ...
 
     def fill(self, key: str, piece: Piece) -> None:
-        """Read one box of a tensor into a view, converting to its dtype."""
+        """Read one box of a tensor into a view, converting to its dtype; from any thread."""
         ...
 
     def damages(self, files: Iterable[str] | None = None) -> list[str]:
@@ -123,7 +130,7 @@ class Checkpoint:
         self.folder = folder
         self.index = index if index is not None else open_index(folder)
         self._descriptors: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._opening, self._local = threading.Lock(), threading.local()
 
     def __enter__(self) -> Self:
         return self
@@ -224,14 +231,17 @@ class Checkpoint:
                 part.copy_(block[(slice(None), *inner)])
 
     def _scratch(self, length: int) -> Tensor:
-        if self._buffer.numel() < length:
-            self._buffer = torch.empty(length, dtype=torch.uint8)
-        return self._buffer[:length]
+        """Return memory of this thread for so many bytes."""
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < length:
+            buffer = self._local.buffer = torch.empty(max(length, CHUNK), dtype=torch.uint8)
+        return buffer[:length]
 
     def _open(self, file: str) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self.folder / file, os.O_RDONLY)
-        return self._descriptors[file]
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self.folder / file, os.O_RDONLY)
+            return self._descriptors[file]
 
     def _read(self, file: str, out: Tensor, offset: int) -> None:
         """Fill a flat uint8 tensor from a file."""
@@ -254,29 +264,34 @@ class Checkpoint:
         ``told`` hears of each box that was read: its tensor and its size in bytes.
         """
         chosen = set(self.index.files if files is None else files)
-        problems, boxes = [], []
+        problems, boxes = [], list[tuple[str, StoredBox]]()
         for key, stored in self.index.tensors.items():
             hole = uncovered(stored.shape, [box.box for box in stored.boxes])
             if hole is not None:
                 problems.append(f"{key}: {hole}")
-            boxes += [(key, stored.bytes_of(box), box) for box in stored.boxes]
-        boxes = [entry for entry in boxes if entry[2].file in chosen]
-        for file in chosen:
-            self._open(file)
-        with ThreadPoolExecutor(4) as readers:
-            checksums = readers.map(lambda entry: self._crc32(entry[2], entry[1]), boxes)
-            for (key, length, box), crc in zip(boxes, checksums, strict=True):
-                told(key, length)
-                if crc != box.crc32:
-                    place = f"{box.file} from byte {box.offset}"
-                    problems.append(f"{key}: {place} does not match its checksum")
+            boxes += [(key, box) for box in stored.boxes if box.file in chosen]
+        chunks = [
+            (number, start, min(CHUNK, length - start))
+            for number, (key, box) in enumerate(boxes)
+            for length in [self.index.tensors[key].bytes_of(box)]
+            for start in range(0, length, CHUNK)
+        ]
+        found = [0] * len(boxes)
+        with ThreadPoolExecutor(READERS) as readers:
+            checksums = readers.map(lambda c: self._crc32(boxes[c[0]][1], c[1], c[2]), chunks)
+            for (number, _, length), crc in zip(chunks, checksums, strict=True):
+                found[number] = joined(found[number], crc, length)
+        for (key, box), crc in zip(boxes, found, strict=True):
+            if crc != box.crc32:
+                place = f"{box.file} from byte {box.offset}"
+                problems.append(f"{key}: {place} does not match its checksum")
         return problems
 
-    def _crc32(self, box: StoredBox, length: int) -> int:
+    def _crc32(self, box: StoredBox, start: int, length: int) -> int:
+        """Return the checksum of a part of a box."""
         crc = 0
-        buffer = torch.empty(min(CHUNK, length), dtype=torch.uint8)
-        for start in range(0, length, CHUNK):
-            raw = buffer[: min(CHUNK, length - start)]
-            self._read(box.file, raw, box.offset + start)
+        for first in range(start, start + length, BLOCK):
+            raw = self._scratch(min(BLOCK, start + length - first))
+            self._read(box.file, raw, box.offset + first)
             crc = zlib.crc32(memoryview(raw.numpy()), crc)  # type: ignore[arg-type]
         return crc
