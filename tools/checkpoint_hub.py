@@ -116,7 +116,7 @@ def export_model(config: ConvertConfig) -> int:
         if "num_layers" not in facts.get("config", {}):
             raise UserError(f"{source.folder} does not say what model it is of; nothing to convert")
         dtype = config.params_dtype and remade.PRECISIONS[config.params_dtype]
-        view = remade.View(source, dtype=dtype, weights_only=True)
+        view = remade.View(source, facts, dtype=dtype, weights_only=True)
         hidden = view.shapes[f"{WEIGHTS}embedding.word_embeddings.weight"]
         known = facts.get("hugging_face", {})
         made = export(

@@ -97,7 +97,8 @@ def claimed(
     damages = [f"{path}: {reason}" for path, reason in held.ignored.items()]
     newest = catalog.newest(held)
     chosen = held.complete if everything else [newest] if newest is not None else []
-    return [Checkpoint(found.folder, found.index) for found in chosen], damages
+    opened, further = _opened([found.folder for found in chosen])
+    return opened, damages + further
 
 
 def _opened(folders: Sequence[Path]) -> tuple[list[Checkpoint], list[str]]:

@@ -146,8 +146,8 @@ def reshard(words: Sequence[str]) -> int:
     dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
     with open_checkpoint(config.load, config.ckpt_step) as source:
         _not_in_place(source.folder, config.save)
-        view = remade.View(source, dtype=dtype, with_optimizer=config.optim)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=config.optim)
+        view = remade.View(source, facts, dtype=dtype, with_optimizer=config.optim)
         write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
     return 0
 
@@ -245,8 +245,8 @@ def _convert_ours(config: ConvertConfig) -> int:
             raise UserError(f"--from {config.source}: {source.folder} is in the format {found}")
         _not_in_place(source.folder, config.save)
         with_optimizer = config.optim and source.facts.get("parts", {}).get("optimizer", False)
-        view = remade.View(source, dtype=dtype, with_optimizer=with_optimizer)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=with_optimizer)
         facts = remade.without_layout(facts)
+        view = remade.View(source, facts, dtype=dtype, with_optimizer=with_optimizer)
         write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
     return 0

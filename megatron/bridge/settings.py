@@ -22,7 +22,8 @@ HARMLESS = frozenset(
     "max_length min_length do_sample early_stopping num_beams num_beam_groups temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences "
     "encoder_no_repeat_ngram_size bad_words_ids diversity_penalty begin_suppress_tokens "
-    "suppress_tokens exponential_decay_length_penalty remove_invalid_values "
+    "is_llama_config transformers.js_config suppress_tokens exponential_decay_length_penalty "
+    "remove_invalid_values "
     "output_scores return_dict_in_generate cross_attention_hidden_size".split()
 )
 

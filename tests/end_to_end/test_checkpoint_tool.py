@@ -451,3 +451,22 @@ def test_memory_stays_far_below_the_checkpoints_size(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     grew = int(done.stdout.split("grew")[1])
     assert grew < 120, f"{grew} MiB"
+
+
+# progress
+
+
+def test_a_long_job_says_how_far_it_is(
+    run: Path,
+    tool: Tool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("tools.checkpoint_reading.QUIET", -1.0)
+    assert tool("verify", run) == 0
+    out, err = capsys.readouterr()
+    assert "% | checked " in err and "/s, model." in err and "\r" not in err
+    assert out.count("\n") == 1
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert tool("verify", run) == 0
+    assert capsys.readouterr().err.startswith("\r\x1b[2K[")

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the library reads it
+
+import transformers  # noqa: E402
 
 from megatron.bridge import hugging_face  # noqa: E402
 from megatron.bridge.files import write_weights  # noqa: E402

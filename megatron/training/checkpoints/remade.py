@@ -5,7 +5,7 @@ model, never those of the layout or the batches that happened to write it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.config import as_json, resolve, specs
 from megatron.core.context_parallel.config import ContextParallelConfig
-from megatron.core.dist_checkpointing.format import DTYPES
+from megatron.core.dist_checkpointing.format import StoredTensor
 from megatron.core.dist_checkpointing.plan import Piece
 from megatron.core.dist_checkpointing.reader import Reader, TensorFacts
 from megatron.core.dist_checkpointing.stream import Shape
@@ -47,10 +47,12 @@ _LAYOUT = frozenset(
 class View:
     """A checkpoint as it shall be written: a choice of its tensors, weights in another dtype.
 
-    A weight in another dtype is made of its finer copy, where the checkpoint has one.
+    It is a `Reader` of its own. A weight in another dtype is made of its finer copy, where the
+    checkpoint has one.
 
     Args:
         source: the open checkpoint.
+        facts: what is to be said of the result.
         dtype: of the weights; absent, as stored.
         with_optimizer: keep its states and finer weights.
         weights_only: keep nothing but weights.
@@ -59,13 +61,16 @@ class View:
     def __init__(
         self,
         source: Reader,
+        facts: Mapping[str, Any],
         *,
         dtype: str | None = None,
         with_optimizer: bool = True,
         weights_only: bool = False,
     ) -> None:
-        self.source = source
-        self.shapes: dict[str, Shape] = {}
+        self._source, self.facts = source, facts
+        self.folder, self.format, self.hash = source.folder, source.format, source.hash
+        self.files = source.files
+        self.tensors: dict[str, StoredTensor] = {}
         self._taken: dict[str, str] = {}
         rows = source.facts.get("vocabulary_rows")
         for key, stored in sorted(source.tensors.items()):
@@ -73,20 +78,38 @@ class View:
                 continue
             if key.startswith(RANDOM) and weights_only:
                 continue
-            shape = Shape(stored.dtype, true_shape(stored, rows, key))
+            tensor = StoredTensor(stored.dtype, true_shape(stored, rows, key))
             taken = key
             if dtype is not None and key.startswith(WEIGHTS):
-                shape = Shape(dtype, shape.shape)
+                tensor.dtype = dtype
                 finer = MASTERS + key.removeprefix(WEIGHTS)
                 if finer in source.tensors and dtype != stored.dtype:
                     taken = finer
-            self.shapes[key], self._taken[key] = shape, taken
+            self.tensors[key], self._taken[key] = tensor, taken
 
-    def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of a tensor, in the dtype that `shapes` says."""
-        out = torch.empty(box_shape(box), dtype=DTYPES[self.shapes[key].dtype])
-        self.source.fill(self._taken[key], Piece(box, out))
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Return what there is to write."""
+        return {key: Shape(tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """Return a tensor, or one box of it, in the dtype that `tensors` says."""
+        tensor = self.tensors[key]
+        wanted = box if box is not None else tuple((0, size) for size in tensor.shape)
+        out = torch.empty(box_shape(wanted), dtype=tensor.torch_dtype)
+        self.fill(key, Piece(wanted, out))
         return out
+
+    def fill(self, key: str, piece: Piece) -> None:
+        """Read one box of a tensor into a view."""
+        self._source.fill(self._taken[key], piece)
+
+    def damages(self, files: Iterable[str] | None = None) -> list[str]:
+        """Return what is wrong with the source."""
+        return self._source.damages(files)
+
+    def close(self) -> None:
+        """Leave the source to whoever opened it."""
 
 
 def true_shape(stored: TensorFacts, rows: int | None, key: str) -> tuple[int, ...]:
