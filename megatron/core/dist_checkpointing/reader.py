@@ -261,7 +261,7 @@ class Checkpoint:
         """Return what does not match its checksum, tensor by tensor (in ``files``, or in all).
 
         Coverage is checked too: whoever changed an index with care could have left out a box.
-        ``told`` hears of each box that was read: its tensor and its size in bytes.
+        ``told`` hears of each chunk that was read: its tensor and its size in bytes.
         """
         chosen = set(self.index.files if files is None else files)
         problems, boxes = [], list[tuple[str, StoredBox]]()
@@ -281,6 +281,7 @@ class Checkpoint:
             checksums = readers.map(lambda c: self._crc32(boxes[c[0]][1], c[1], c[2]), chunks)
             for (number, _, length), crc in zip(chunks, checksums, strict=True):
                 found[number] = joined(found[number], crc, length)
+                told(boxes[number][0], length)
         for (key, box), crc in zip(boxes, found, strict=True):
             if crc != box.crc32:
                 place = f"{box.file} from byte {box.offset}"
