@@ -151,7 +151,7 @@ def check(pool: Pool, text: str) -> None:
     plan = MemoryPlan(run, rows.padded_rows).ranks()
     found = pool.run(run.process.world_size, train, run)
     per_stage = len(found) // len(plan)
-    # Gloo's threads may hold what was gathered until they have something else to do.
+    # Gloo's threads may hold what was gathered until they have something else to do: never less.
     late = max(gathered(run, run.stages[0], 1).values(), default=0)
     # A second copy of the logits is planned beside what autograd saves.
     copied = 2 * 64 * rows.padded_rows if run.precision.bf16 else 0
@@ -163,8 +163,8 @@ def check(pool: Pool, text: str) -> None:
             assert measured.activations == pytest.approx(planned.activations, abs=margin)
             assert measured.together == pytest.approx(planned.together, rel=WITHIN)
         most = max(measured.communication for measured in mine)
-        margin = late + EXACT * planned.communication
-        assert most == pytest.approx(planned.communication, abs=margin)
+        margin = EXACT * planned.communication
+        assert planned.communication - margin <= most <= planned.communication + margin + late
 
 
 @pytest.mark.parametrize("name", RUNS)
