@@ -30,6 +30,7 @@ CHARTS = (
     ("lm_loss", "Training loss (nats per token)", False),
     ("valid_loss", "Validation loss (nats per token)", False),
     ("grad_norm", "Gradient norm before clipping", True),
+    ("clipped_grad_norm", "Gradient norm after clipping", True),
     ("learning_rate", "Learning rate", False),
     ("tokens_per_second", "Tokens per second", False),
     ("elapsed_ms", "Time per iteration (ms)", False),

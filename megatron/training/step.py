@@ -60,7 +60,10 @@ class StepResult:
 
     totals: Totals
     grad_norm: float | Tensor | None
-    """None where there is none worth a look: of a loss that is not finite, and of an overflow."""
+    """Before clipping; None where there is none worth a look: of a loss that is not finite, and of
+    an overflow."""
+    clipped_norm: float | Tensor | None = None
+    """After clipping; there where `grad_norm` is."""
     num_zeros: float | Tensor | None = None
     group_norms: Mapping[str, Tensor] = field(default_factory=dict)
     """Of the gradient, by optimizer group; when asked for."""
@@ -183,6 +186,7 @@ class TrainStep:
         return StepResult(
             totals=totals,
             grad_norm=None if overflow else update.grad_norm,
+            clipped_norm=None if overflow else update.clipped_norm,
             num_zeros=None if overflow else update.num_zeros,
             group_norms={} if overflow else group_norms,
             skipped=refused,

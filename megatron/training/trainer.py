@@ -168,6 +168,7 @@ class Trainer:
                 decoupled_learning_rate=plan.decoupled_learning_rate,
                 losses={LOSS: result.totals.loss, **result.totals.auxiliary_losses},
                 grad_norm=result.grad_norm,
+                clipped_norm=result.clipped_norm,
                 num_zeros=result.num_zeros,
                 group_norms=result.group_norms,
                 params_norm=norm,

@@ -249,6 +249,8 @@ def test_iterations_to_skip_leaves_out_their_samples_and_no_others(run: Callable
     first, second, third, fourth = rows()
     assert second["skipped"] and third["skipped"] and not fourth["skipped"]
     assert (fourth["first_sample"], fourth["skipped_samples"]) == (12, 8)
+    for row in (first, fourth):  # --clip-grad is 1
+        assert row["clipped_grad_norm"] == pytest.approx(min(row["grad_norm"], 1.0), rel=1e-5)
 
 
 class Interfering:

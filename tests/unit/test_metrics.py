@@ -96,6 +96,23 @@ def test_a_rate_of_embedding_and_head_is_shown_and_written(tmp_path: Path) -> No
     assert named["decoupled-learning-rate"] == 3e-3
 
 
+def test_opt_04_both_norms_are_written(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(facts(), [JsonLines(str(path))], lines.append)
+    metrics.add(iteration(1, clipped_norm=torch.tensor(1.0)))
+    metrics.add(iteration(2, grad_norm=None, skipped=True))
+    metrics.print_line(NOW)
+    metrics.close()
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["grad_norm"], first["clipped_grad_norm"]) == (1.2344, 1.0)
+    assert second["grad_norm"] is None and "clipped_grad_norm" not in second
+    names = {"loss_names": {}, "group_names": {}}
+    found = tags({**first, **names}, LoggingConfig.resolve())
+    assert (found["grad-norm"], found["grad-norm-clipped"]) == (1.2344, 1.0)
+    assert "grad-norm-clipped" not in tags({**second, **names}, LoggingConfig.resolve())
+
+
 def test_norms_of_groups_are_shown_and_written(tmp_path: Path) -> None:
     lines: list[str] = []
     path = tmp_path / "metrics.jsonl"

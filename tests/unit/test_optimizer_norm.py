@@ -186,6 +186,15 @@ def test_opt_04_huge_gradients_are_clipped_in_every_dtype(dtype: torch.dtype) ->
     applied = norm_of([after[key].detach() - before[key] for key in before])
     assert applied == pytest.approx(1.0, rel=1e-2)
     assert result.grad_norm.item() == pytest.approx(norm_of(gathered), rel=1e-6)
+    assert result.clipped_norm.item() == pytest.approx(1.0, rel=1e-2)
+
+
+def test_opt_04_what_is_below_the_limit_has_one_norm() -> None:
+    for limit in (0.0, 1e9):
+        model, optimizer = make(clip_grad=limit)
+        set_gradients(model)
+        result = optimizer.step(1.0, lr=1.0, weight_decay=0.0)
+        assert result.clipped_norm.item() == result.grad_norm.item() > 0
 
 
 def test_opt_05_any_iterable_is_clipped() -> None:

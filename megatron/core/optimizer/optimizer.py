@@ -52,6 +52,8 @@ class Update:
 
     grad_norm: Tensor
     """Norm of the whole model's scaled gradient, before clipping."""
+    clipped_norm: Tensor
+    """The same after clipping: of what the update rules are given."""
     found_nonfinite: Tensor
     """1 when the norm was not finite and nothing was updated, else 0."""
     num_zeros: Tensor | None
@@ -164,7 +166,7 @@ class Optimizer:
                 update(rule, ranges, how, self.dtypes.computing)
             shard.publish()
         self.data_parallel.publish_weights()
-        return Update(norm, found, num_zeros)
+        return Update(norm, norm * factor, found, num_zeros)
 
     def _apply_scale(self, scale: Tensor) -> Tensor | None:
         """Return the fp32 divisor that applies ``scale`` in the update; None: it is applied."""

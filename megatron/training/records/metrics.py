@@ -38,6 +38,9 @@ class Iteration:
     losses: Mapping[str, Number]
     """Mean per loss, by its name in a log line (`lm loss`)."""
     grad_norm: Number | None
+    """Before clipping."""
+    clipped_norm: Number | None = None
+    """After it."""
     num_zeros: Number | None = None
     group_norms: Mapping[str, Number] = field(default_factory=dict)
     """Of the gradient, by optimizer group; when asked for."""
@@ -200,7 +203,7 @@ class Metrics:
             "left_out": one.left_out,
             "throughput": None if flops is None else flops / 1e12,
         }
-        for name in ("num_zeros", "params_norm", "decoupled_learning_rate"):
+        for name in ("clipped_grad_norm", "num_zeros", "params_norm", "decoupled_learning_rate"):
             if name in numbers:
                 row[name] = numbers[name]
         row |= {_norm_key(name): numbers[_norm_key(name)] for name in one.group_norms}
@@ -280,6 +283,7 @@ def _to_host(pending: Sequence[Iteration]) -> list[dict[str, float]]:
             "decoupled_learning_rate": one.decoupled_learning_rate,
             "loss_scale": one.loss_scale,
             "grad_norm": one.grad_norm,
+            "clipped_grad_norm": one.clipped_norm,
             "num_zeros": one.num_zeros,
             "params_norm": one.params_norm,
             **{_norm_key(name): norm for name, norm in one.group_norms.items()},

@@ -115,6 +115,7 @@ def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
         "batch-size": row["global_batch_size"],
         "loss-scale": row["loss_scale"] if config.log_loss_scale_to_tensorboard else None,
         "grad-norm": row["grad_norm"],
+        "grad-norm-clipped": row.get("clipped_grad_norm"),
         "num-zeros": row.get("num_zeros"),
         "params-norm": row.get("params_norm"),
         "iteration-time": row["elapsed_ms"] / 1e3,
