@@ -114,6 +114,7 @@ RUNS = {
 MORE = {
     "dp2": DP2,
     "dp2, copies in half": f"{DP2} {NARROW}",
+    "nobody to send to": f"--dry-run-world-size 1 {NARROW}",
     "dp2, states": f"{DP2} {STATES} {OVERLAP} --ddp-num-buckets 3",
     "dp2, gradients": f"{DP2} {GRADS} --bf16",
     "dp2, gradients, copies in half": f"{DP2} {GRADS} {NARROW}",

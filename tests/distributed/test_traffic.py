@@ -101,6 +101,11 @@ LAYOUTS: list[tuple[int, str]] = [
     (2, "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward --bf16 --grad-reduce-in-bf16"),
     (4, f"--use-torch-fsdp2 {TP} 2 --sequence-parallel {LLAMA} --num-query-groups 1 --bf16"),
     (4, f"--use-torch-fsdp2 --num-distributed-optimizer-instances 2 {CP} 2"),
+    (
+        4,
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --bf16 "
+        "--grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+    ),
     *(
         (2, f"--use-torch-fsdp2 {words} --position-embedding-type rope --mtp-num-layers {depths}")
         for words in ("", "--untie-embeddings-and-output-weights")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core import comm, sharding
+from megatron.core import comm, held, sharding
 from megatron.core.distributed import layout
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.data_parallel import DataParallel
@@ -207,3 +207,17 @@ def test_one_process_moves_no_byte() -> None:
         data_parallel.reduce_gradients()
     assert not traffic.calls
     assert model.weight.grad.sum() == 16
+
+
+def test_what_nobody_is_summed_with_is_not_rounded() -> None:
+    """Nor copied: gradients of a narrower format than they are kept in are made to travel."""
+    model = nn.Module()
+    model.weight = parameter(4, 4)
+    data_parallel = DataParallel(
+        [model], Mesh.serial(), torch.float32, group_of=by_decay, reduce_dtype=torch.bfloat16
+    )
+    model.weight.grad.fill_(1.001)
+    with held.counting() as copies:
+        data_parallel.reduce_gradients()
+    assert copies.most == 0
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 1.001))

@@ -14,6 +14,7 @@ before (`divisor`); the optimizer's scale makes it a sum again.
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from megatron.core import comm, held
 from megatron.core.distributed.buffers import FlatBuffer
@@ -29,8 +30,13 @@ def divisor(shares: Shares, dtype: torch.dtype) -> int:
 
 
 def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
-    """Start the sum of bucket ``number``, whose gradients travel in ``dtype``."""
+    """Start the sum of bucket ``number``, whose gradients travel in ``dtype``.
+
+    One replica has nothing to send, so nothing is rounded.
+    """
     shares = buffer.shares
+    if shares.replicas == 1:
+        return lambda: None
     begin, end = buffer.plan.buckets[number]
     bucket = buffer.grad[begin:end]
     sent = bucket.to(dtype)  # the same tensor, where the dtype is the same
@@ -38,23 +44,28 @@ def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
         held.see(sent)
     if divisor(shares, dtype) > 1:
         sent.div_(divisor(shares, dtype))
-    if shares.axis.size == 1:
-        handle = comm.all_reduce(sent, shares.copies, async_op=True)
+    if shares.axis.size > 1:
+        return _start_share(buffer, number, sent, in_place=sent is bucket)
+    handle = comm.all_reduce(sent, shares.copies, async_op=True)
 
-        def finish() -> None:
-            handle.wait()
-            if sent is not bucket:
-                bucket.copy_(sent)
+    def finish() -> None:
+        handle.wait()
+        if sent is not bucket:
+            bucket.copy_(sent)
 
-        return finish
-    piece, adds = buffer.grad_pieces[number], shares.gradients
-    in_place = sent is bucket and not adds
+    return finish
+
+
+def _start_share(buffer: FlatBuffer, number: int, sent: Tensor, *, in_place: bool) -> Finish:
+    """Start the sum of what is ``sent``, of which this rank gets its share."""
+    piece, adds = buffer.grad_pieces[number], buffer.shares.gradients
+    in_place = in_place and not adds
     out = piece if in_place else sent.new_empty(piece.shape)
     if not in_place:
         held.see(out)
-    handle = comm.reduce_scatter_into(out, sent, shares.axis, async_op=True)
+    handle = comm.reduce_scatter_into(out, sent, buffer.shares.axis, async_op=True)
 
-    def finish_share() -> None:
+    def finish() -> None:
         handle.wait()
         if adds:
             piece.add_(out)
@@ -62,7 +73,7 @@ def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
         elif not in_place:
             piece.copy_(out)
 
-    return finish_share
+    return finish
 
 
 def sum_copies(buffers: Iterable[FlatBuffer]) -> None:

@@ -21,7 +21,8 @@ def copies(config: RunConfig, chunks: Sequence[Sequence[BufferPlan]]) -> list[in
     """Return the bytes of each chunk's gradients as they travel, where these are copies."""
     precision, shares = config.precision, config.shares
     by_unit = config.replicas.shards_gradients and shares > 1
-    if precision.reduce_dtype == precision.grad_dtype or by_unit:
+    alone = config.axis_sizes["dp_cp"] == 1
+    if precision.reduce_dtype == precision.grad_dtype or by_unit or alone:
         return [0] * len(chunks)
     size = BYTES[precision.reduce_dtype]
     sizes = [sum(plan.size for plan in chunk) for chunk in chunks]
