@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.offload import HostShard
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init
@@ -97,3 +98,21 @@ def test_a_gradient_that_is_not_finite_leaves_all_alone(rule: str) -> None:
     assert not optimizer.step(1.0, lr=1.0, weight_decay=1.0).updated
     assert all(map(torch.equal, kept, (state.tensor for state in optimizer.tensors())))
     assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_travels_from_and_to_the_host_is_pinned(precision: str) -> None:
+    """In one piece each way; the weights are those of the same steps on the CPU alone."""
+    config = PrecisionConfig.resolve(bf16=precision == "bf16")
+    fields: dict[str, object] = {
+        "optimizer_cpu_offload": True,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "clip_grad": 0.0,
+    }
+    model, optimizer = made(DEVICE, config, fields)
+    (shard,) = optimizer.shards
+    assert isinstance(shard, HostShard)
+    found = train(model, optimizer).cpu()
+    for pieces in (shard._host_grads, shard._rounded):
+        assert all(piece.is_pinned() for piece in pieces)
+    assert torch.equal(found, train(*made(torch.device("cpu"), config, fields)))

@@ -107,6 +107,21 @@ def test_bytes_on_host_and_device_are_predicted(precision: str, fraction: float)
         assert predicted["masters"] == predicted["states"] == 0
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nothing_is_cast_on_its_way(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy from host to device goes through memory that is not pinned, and waits."""
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    copy = HostShard._copy
+
+    def look(shard: HostShard, targets: list[Tensor], sources: list[Tensor]) -> object:
+        seen.extend((t.dtype, s.dtype) for t, s in zip(targets, sources, strict=True))
+        return copy(shard, targets, sources)
+
+    monkeypatch.setattr(HostShard, "_copy", look)
+    train(*make(precision, optimizer_cpu_offload=True), range(1, 2))
+    assert seen and all(target == source for target, source in seen)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model, optimizer = make("fp32", optimizer_cpu_offload=True)
     before = train(model, optimizer, range(1, 2))

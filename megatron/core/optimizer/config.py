@@ -51,7 +51,7 @@ class OptimizerConfig(Config):
     """Gradients on the host are in pinned memory."""
 
     pin_cpu_params: bool = option(True)
-    """Masters on the host are in pinned memory."""
+    """Weights travel from pinned memory of the host to the device."""
 
     clip_grad: float = option(1.0)
     """Largest global gradient norm; a larger gradient is scaled down to it, 0 turns this off."""

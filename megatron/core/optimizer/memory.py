@@ -56,6 +56,8 @@ def predict(
     weights = share if strategy == "optim_grads_params" else size
     gradients = share if strategy in ("optim_grads", "optim_grads_params") else size
     master = BYTES[precision.main_dtype]
+    # Weights are rounded on the host, where they are coarser than masters.
+    on_host = master + BYTES[gradient] + (BYTES[weight] if has_masters else 0)
     masters = states = host = 0
     for plan in plans:
         mine = divide(plan.size, shares)
@@ -63,7 +65,7 @@ def predict(
         kept = state_bytes(plan.rule, config, precision)
         masters += (mine - away) * master if has_masters else 0
         states += (mine - away) * kept
-        host += away * (master + BYTES[gradient] + kept)
+        host += away * (on_host + kept)
     return {
         "weights": weights * BYTES[weight],
         "gradients": gradients * BYTES[gradient],

@@ -4,10 +4,12 @@ A `HostShard` is the part of a buffer that is updated by the CPU (Ren et al., 20
 
     gradients --> host        update of masters and states by the CPU        masters --> weights
 
-The host always has a master, since the weights stay on the device. On CUDA the copies run in a
-stream of their own, from and into pinned memory; with ``overlaps`` gradients of all shards are on
-their way while the first ones are used, and weights while the next ones are updated. Where the
-device is the CPU itself all of it happens in the same way, copies included.
+The host always has a master, since the weights stay on the device. Weights that are coarser are
+rounded on the host first, into memory of their own: a copy that casts on the way would go through a
+temporary, which is not pinned. On CUDA the copies run in a stream of their own, from and into
+pinned memory; with ``overlaps`` gradients of all shards are on their way while the first ones are
+used, and weights while the next ones are updated. Where the device is the CPU itself all of it
+happens in the same way, copies included.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +34,7 @@ class HostShard(Shard):
         state_names: of the update rule.
         dtypes: of masters and states.
         overlaps: let copies run beside updates.
-        pins: gradients and masters are in pinned memory, where the device is CUDA.
+        pins: gradients and weights travel from and into pinned memory, where the device is CUDA.
     """
 
     def __init__(
@@ -47,35 +49,40 @@ class HostShard(Shard):
     ) -> None:
         device = buffer.device
         self._overlaps = overlaps
-        self._pins_grads, self._pins_masters = (pin and device.type == "cuda" for pin in pins)
+        self._pins_grads, self._pins_weights = (pin and device.type == "cuda" for pin in pins)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrival: torch.cuda.Event | None = None
         self._departure: torch.cuda.Event | None = None
         super().__init__(buffer, parts, state_names, dtypes)
+        self._rounded = self.mains
+        """Weights on their way to the device: memory of their own, where masters are finer."""
+        if self.has_masters:
+            self._rounded = self._empty(buffer.dtype, pinned=self._pins_weights)
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(sum(self.sizes), dtype=dtype, device=HOST)
 
+    def _empty(self, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+        """Return one piece of memory of the host, cut like `spans`."""
+        flat = torch.empty(sum(self.sizes), dtype=dtype, device=HOST, pin_memory=pinned)
+        return list(flat.split(self.sizes))
+
     def _mains(self) -> list[Tensor]:
-        masters = torch.empty(
-            sum(self.sizes), dtype=self.dtypes.main, device=HOST, pin_memory=self._pins_masters
-        )
-        mains = list(masters.split(self.sizes))
+        travels = self._pins_weights and not self.has_masters
+        mains = self._empty(self.dtypes.main, pinned=travels)
         for main, weight in zip(mains, self.weights, strict=True):
             main.copy_(weight)
         return mains
 
     def _updated_from(self) -> list[Tensor]:
-        flat = torch.empty(
-            sum(self.sizes), dtype=self.buffer.grad_dtype, device=HOST, pin_memory=self._pins_grads
-        )
-        self._host_grads = list(flat.split(self.sizes))
+        self._host_grads = self._empty(self.buffer.grad_dtype, pinned=self._pins_grads)
         return self._host_grads
 
     @property
     def host_bytes(self) -> int:
         """Return what this shard has in host memory."""
         kept = [*self.mains, *self._host_grads]
+        kept += self._rounded if self.has_masters else []
         kept += [piece for pieces in self.states.values() for piece in pieces]
         return sum(piece.nbytes for piece in kept)
 
@@ -101,7 +108,11 @@ class HostShard(Shard):
                 main.copy_(weight)
 
     def publish(self) -> None:
-        self._departure = self._copy(self.weights, self.mains)
+        _wait(self._departure)  # it may still read what is rounded into
+        if self.has_masters:
+            for rounded, main in zip(self._rounded, self.mains, strict=True):
+                rounded.copy_(main)
+        self._departure = self._copy(self.weights, self._rounded)
         if self._stream is not None:
             # What computes next with the weights comes after their arrival.
             torch.cuda.current_stream(self.buffer.device).wait_stream(self._stream)
@@ -109,7 +120,9 @@ class HostShard(Shard):
             _wait(self._departure)
 
     def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event | None:
-        """Copy, rounding where dtypes differ; return what tells when it is done, on CUDA."""
+        """Copy between host and device; return what tells when it is done, on CUDA."""
+        for target, source in zip(targets, sources, strict=True):
+            assert target.dtype == source.dtype, "a copy that casts has a temporary"
         if self._stream is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
@@ -117,8 +130,7 @@ class HostShard(Shard):
         self._stream.wait_stream(torch.cuda.current_stream(self.buffer.device))
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):
-                # A copy that casts on the way would be made piece by piece.
-                target.copy_(source.to(target.dtype), non_blocking=True)
+                target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         return event
