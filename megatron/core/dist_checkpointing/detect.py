@@ -1,14 +1,19 @@
-"""Which format a checkpoint's folder has, found by the files in it, and its index."""
+"""Which format a checkpoint's folder has, found by the files in it, and its index.
 
+Nobody has to name a format: what is there decides (Megatron-LM's ``--auto-detect-ckpt-format``).
+"""
+
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.format import FORMAT, INDEX, CheckpointError, Index
 from megatron.core.dist_checkpointing.format import open_complete as open_ours
+from megatron.core.dist_checkpointing.megatron_formats import legacy, torch_dist
 
-TORCH_DIST = "torch_dist"
-"""Megatron-LM's format of today (and its torch_dcp): torch.distributed.checkpoint's files."""
-TORCH = "torch"
-"""Megatron-LM's older format: a file for each tensor- and pipeline-parallel rank."""
+_FOREIGN: Mapping[str, Callable[[Path], Index]] = {
+    torch_dist.NAME: torch_dist.read_index,
+    legacy.NAME: legacy.read_index,
+}
 
 
 def format_of(folder: Path) -> str | None:
@@ -16,9 +21,9 @@ def format_of(folder: Path) -> str | None:
     if (folder / INDEX).exists():
         return FORMAT
     if (folder / ".metadata").exists():
-        return TORCH_DIST
-    if next(folder.glob("mp_rank_*/*.pt"), None) is not None:
-        return TORCH
+        return torch_dist.NAME
+    if legacy.files(folder):
+        return legacy.NAME
     return None
 
 
@@ -26,12 +31,12 @@ def open_index(folder: Path) -> Index:
     """Return the index of a complete checkpoint of any format.
 
     Raises:
-        CheckpointError: it is not whole, a file is absent or has another size, or it is in a format
-            that cannot be read.
+        CheckpointError: it is not whole, or a file is absent or has another size.
     """
-    found = format_of(folder)
-    if found in (FORMAT, None):
+    read = _FOREIGN.get(format_of(folder) or FORMAT)
+    if read is None:
         return open_ours(folder)
-    raise CheckpointError(
-        f"{folder} is in the format {found} (Megatron), which this program cannot read"
-    )
+    try:
+        return read(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None

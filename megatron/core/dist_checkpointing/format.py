@@ -65,6 +65,18 @@ class StoredBox(NamedTuple):
     box: Box
     file: str
     offset: int
+    crc32: int | None
+    """None: only a `Block` around it has one."""
+
+
+class Block(NamedTuple):
+    """Bytes of another program's file that have a checksum."""
+
+    key: str
+    """Of the tensor there, in that program's words."""
+    file: str
+    offset: int
+    length: int
     crc32: int
 
 
@@ -98,6 +110,8 @@ class Index:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     format: str = FORMAT
     """Name of the format; another program's has no ``checkpoint.json``."""
+    blocks: list[Block] = field(default_factory=list)
+    """Checksums in another program's files."""
 
     @property
     def bytes(self) -> int:
@@ -110,8 +124,10 @@ class Index:
         lines = []
         for key in sorted(self.tensors):
             tensor = self.tensors[key]
-            boxes = sorted((box.box, box.crc32) for box in tensor.boxes)
+            boxes = sorted((box.box, box.crc32 or 0) for box in tensor.boxes)
             lines.append(_json([key, tensor.dtype, tensor.shape, boxes]))
+        checksums = sorted((block.key, block.crc32) for block in self.blocks)
+        lines += [f"{key} {crc}" for key, crc in checksums]
         return _digest("\n".join(lines))
 
     def text(self) -> str:

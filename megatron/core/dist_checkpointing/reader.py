@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.checksum import joined
 from megatron.core.dist_checkpointing.detect import open_index
 from megatron.core.dist_checkpointing.format import (
     CHUNK,
+    Block,
     CheckpointError,
     Index,
     StoredBox,
@@ -261,38 +262,43 @@ class Checkpoint:
         """Return what does not match its checksum, tensor by tensor (in ``files``, or in all).
 
         Coverage is checked too: whoever changed an index with care could have left out a box.
-        ``told`` hears of each chunk that was read: its tensor and its size in bytes.
+        ``told`` hears of each piece that was read: its tensor and its size in bytes.
         """
         chosen = set(self.index.files if files is None else files)
-        problems, boxes = [], list[tuple[str, StoredBox]]()
+        problems: list[str] = []
+        blocks: list[Block] = []
         for key, stored in self.index.tensors.items():
             hole = uncovered(stored.shape, [box.box for box in stored.boxes])
             if hole is not None:
                 problems.append(f"{key}: {hole}")
-            boxes += [(key, box) for box in stored.boxes if box.file in chosen]
+            blocks += [
+                Block(key, box.file, box.offset, stored.bytes_of(box), box.crc32)
+                for box in stored.boxes
+                if box.crc32 is not None
+            ]
+        blocks = [block for block in (*blocks, *self.index.blocks) if block.file in chosen]
         chunks = [
-            (number, start, min(CHUNK, length - start))
-            for number, (key, box) in enumerate(boxes)
-            for length in [self.index.tensors[key].bytes_of(box)]
-            for start in range(0, length, CHUNK)
+            (number, start, min(CHUNK, block.length - start))
+            for number, block in enumerate(blocks)
+            for start in range(0, block.length, CHUNK)
         ]
-        found = [0] * len(boxes)
+        found = [0] * len(blocks)
         with ThreadPoolExecutor(READERS) as readers:
-            checksums = readers.map(lambda c: self._crc32(boxes[c[0]][1], c[1], c[2]), chunks)
+            checksums = readers.map(lambda c: self._crc32(blocks[c[0]], c[1], c[2]), chunks)
             for (number, _, length), crc in zip(chunks, checksums, strict=True):
                 found[number] = joined(found[number], crc, length)
-                told(boxes[number][0], length)
-        for (key, box), crc in zip(boxes, found, strict=True):
-            if crc != box.crc32:
-                place = f"{box.file} from byte {box.offset}"
-                problems.append(f"{key}: {place} does not match its checksum")
+                told(blocks[number].key, length)
+        for block, crc in zip(blocks, found, strict=True):
+            if crc != block.crc32:
+                place = f"{block.file} from byte {block.offset}"
+                problems.append(f"{block.key}: {place} does not match its checksum")
         return problems
 
-    def _crc32(self, box: StoredBox, start: int, length: int) -> int:
-        """Return the checksum of a part of a box."""
+    def _crc32(self, block: Block, start: int, length: int) -> int:
+        """Return the checksum of a part of a block."""
         crc = 0
         for first in range(start, start + length, BLOCK):
             raw = self._scratch(min(BLOCK, start + length - first))
-            self._read(box.file, raw, box.offset + first)
+            self._read(block.file, raw, block.offset + first)
             crc = zlib.crc32(memoryview(raw.numpy()), crc)  # type: ignore[arg-type]
         return crc
