@@ -7,16 +7,18 @@
 Whoever starts takes the newest complete checkpoint. The tracker decides which that is: it moves
 after each save, and somebody may set it back by hand. Only a checkpoint published after the tracker
 was last written is newer (a save that was stopped between its two steps), and a damaged one falls
-through to the one before it. Everything passed over is named with its reason.
+through to the one before it. Everything passed over is named with its reason. Checkpoints of other
+programs count as well; they are looked into only when they are to be loaded (`opened`).
 """
 
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from megatron.core.dist_checkpointing.format import INDEX, CheckpointError, Index, open_complete
+from megatron.core.dist_checkpointing.detect import format_of, mark_of, open_index
+from megatron.core.dist_checkpointing.format import FORMAT, CheckpointError, Index, open_complete
 from megatron.core.dist_checkpointing.save import PARTIAL, REPLACED
 from megatron.core.utils import atomic_path
 
@@ -53,12 +55,17 @@ class Found:
     @property
     def published(self) -> float:
         """Return when it was published, in seconds since the epoch."""
-        return float(self.index.facts.get("published", 0.0))
+        return float(self.index.facts.get("published", 0.0)) if self.is_ours else self.written
 
     @property
     def written(self) -> float:
         """Return when the file system saw its index last."""
-        return os.stat(self.folder / INDEX).st_mtime
+        return os.stat(mark_of(self.folder, self.index.format)).st_mtime
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether this program wrote it."""
+        return self.index.format == FORMAT
 
 
 @dataclass
@@ -132,9 +139,9 @@ def scan(root: Path) -> Catalog:
 
 
 def _examine(catalog: Catalog, name: Name, folder: Path) -> None:
-    foreign = foreign_format(folder)
-    if foreign is not None:
-        catalog.ignored[folder] = f"it is in the format {foreign}, which this program cannot read"
+    kind = format_of(folder)
+    if kind not in (FORMAT, None):
+        catalog.complete.append(Found(name, folder, Index(format=kind)))
         return
     try:
         catalog.complete.append(Found(name, folder, open_complete(folder)))
@@ -142,15 +149,13 @@ def _examine(catalog: Catalog, name: Name, folder: Path) -> None:
         catalog.ignored[folder] = str(error)
 
 
-def foreign_format(folder: Path) -> str | None:
-    """Return the format of a checkpoint that another program wrote; None if it is none."""
-    if (folder / INDEX).exists():
-        return None
-    if (folder / ".metadata").exists():
-        return "torch_dist or torch_dcp (Megatron)"
-    if next(folder.glob("mp_rank_*/*.pt"), None) is not None:
-        return "torch (Megatron)"
-    return None
+def opened(found: Found) -> Found:
+    """Return what was found, another program's checkpoint with its whole index.
+
+    Raises:
+        CheckpointError: that one is not whole, or cannot be read.
+    """
+    return found if found.is_ours else replace(found, index=open_index(found.folder))
 
 
 def newest(catalog: Catalog) -> Found | None:
@@ -187,7 +192,7 @@ def prune(root: Path, keep_last: int, retain_interval: int | None) -> list[Path]
     if not isinstance(catalog.tracker, int):
         return []
     limit = catalog.tracker
-    older = [found for found in catalog.complete if isinstance(found.name, int)]
+    older = [found for found in catalog.complete if found.is_ours and isinstance(found.name, int)]
     older = sorted((f for f in older if int(f.name) <= limit), key=lambda f: int(f.name))
     removed = []
     for found in older[:-keep_last]:

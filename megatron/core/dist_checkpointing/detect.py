@@ -3,12 +3,14 @@
 Nobody has to name a format: what is there decides (Megatron-LM's ``--auto-detect-ckpt-format``).
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.format import FORMAT, INDEX, CheckpointError, Index
 from megatron.core.dist_checkpointing.format import open_complete as open_ours
 from megatron.core.dist_checkpointing.megatron_formats import legacy, torch_dist
+from megatron.core.dist_checkpointing.megatron_formats.dcp import METADATA
 
 _FOREIGN: Mapping[str, Callable[[Path], Index]] = {
     torch_dist.NAME: torch_dist.read_index,
@@ -20,11 +22,16 @@ def format_of(folder: Path) -> str | None:
     """Return the name of the format of a checkpoint's folder; None if it holds no checkpoint."""
     if (folder / INDEX).exists():
         return FORMAT
-    if (folder / ".metadata").exists():
+    if (folder / METADATA).exists():
         return torch_dist.NAME
-    if legacy.files(folder):
-        return legacy.NAME
-    return None
+    return legacy.NAME if legacy.files(folder) else None
+
+
+def mark_of(folder: Path, kind: str) -> Path:
+    """Return the file of a checkpoint that its program wrote last (or one of the last)."""
+    if kind == legacy.NAME:
+        return max(legacy.files(folder).values(), key=os.path.getmtime)
+    return folder / (METADATA if kind == torch_dist.NAME else INDEX)
 
 
 def open_index(folder: Path) -> Index:

@@ -69,7 +69,7 @@ def follow(
     """
     if run.schedule is None or facts.get("schedule") is None:
         return run.schedule
-    stored = Schedule.from_json(facts["schedule"])
+    stored = _stored_schedule(facts["schedule"], run.schedule, run.config)
     use_stored = config.use_checkpoint_opt_param_scheduler
     if use_stored and (stored.decoupled_lr is None) != (run.schedule.decoupled_lr is None):
         there = "has no" if stored.decoupled_lr is None else "has a"
@@ -110,6 +110,26 @@ def check_rule(facts: Mapping[str, Any], run: RunFacts, folder: Path) -> None:
             )
         if now != "muon":
             return
+
+
+def _stored_schedule(
+    stored: Mapping[str, Any], current: Schedule, config: Mapping[str, Any]
+) -> Schedule:
+    """Return the checkpoint's schedule; what it leaves out is as the run has it.
+
+    Megatron-LM counts in samples where its run was counted in iterations. Where the run's batches
+    divide the lengths they stand in iterations here.
+    """
+    known = {**current.to_json(), **stored}
+    lengths = ("warmup", "decay", "length")
+    batch = int(config.get("global_batch_size", 0))
+    is_partial = not set(current.to_json()) <= set(stored)
+    if is_partial and known["unit"] == "samples" and current.unit == "iterations":
+        whole = batch > 0 and all(known[name] % batch == 0 for name in lengths)
+        if whole and not config.get("rampup_batch_size"):
+            known |= {name: int(known[name]) // batch for name in lengths}
+            known["unit"] = "iterations"
+    return Schedule.from_json(known)
 
 
 def compare(facts: Mapping[str, Any], run: RunFacts, mesh: Mesh, say: Say, *, fresh: bool) -> None:

@@ -23,7 +23,7 @@ from megatron.training.checkpoints import facts as checkpoint_facts
 from megatron.training.checkpoints import random_states
 from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, Optimizer, items, random_key
 from megatron.training.checkpoints.facts import RunFacts
-from megatron.training.checkpoints.source import choose
+from megatron.training.checkpoints.source import Source, choose
 from megatron.training.config import CheckpointConfig
 from megatron.training.processes.rank_zero import from_first
 from megatron.training.state import TrainState
@@ -72,14 +72,11 @@ def load_checkpoint(
     if source is None:
         return Loaded(TrainState(), run.schedule)
     begin, folder, facts = time.monotonic(), source.found.folder, source.found.index.facts
-    say(f" loading checkpoint from {folder.parent} at iteration {facts['iteration']}")
+    kind = "" if source.found.is_ours else f", in the format {source.found.index.format} (Megatron)"
+    say(f" loading checkpoint from {folder.parent} at iteration {facts['iteration']}{kind}")
     fresh = source.weights_only
     with_optimizer = config.load_optim and not fresh and optimizer is not None
-    if with_optimizer and not facts["parts"]["optimizer"]:
-        raise CheckpointError(
-            f"{folder} was saved without the optimizer's state; give --no-load-optim to start "
-            "with a fresh one, or --finetune to start at iteration 0"
-        )
+    _check_parts(source, with_optimizer)
     if with_optimizer:
         checkpoint_facts.check_rule(facts, run, folder)
     schedules = [run.schedule]
@@ -130,6 +127,27 @@ def load_checkpoint(
         f"hash {report.hash}"
     )
     return Loaded(state, schedules[-1], folder, report.hash, parts)
+
+
+def _check_parts(source: Source, with_optimizer: bool) -> None:
+    """Refuse a checkpoint that lacks a part that is asked for."""
+    folder, facts = source.found.folder, source.found.index.facts
+    if with_optimizer and not facts["parts"]["optimizer"]:
+        why = facts["parts"].get("why")
+        problem = (
+            f"cannot be read with its optimizer: {why}"
+            if why
+            else ("was saved without the optimizer's state")
+        )
+        raise CheckpointError(
+            f"{folder} {problem}; give --no-load-optim to start with a fresh one, or --finetune to "
+            "start at iteration 0"
+        )
+    if facts["progress"] is None and not source.weights_only:
+        raise CheckpointError(
+            f"{folder} does not say how many samples its run had consumed; give --finetune to "
+            "start at iteration 0 with its weights"
+        )
 
 
 def _load_random(checkpoint: Checkpoint, mesh: Mesh, say: Say) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.catalog import Catalog, Found
-from megatron.core.dist_checkpointing.format import INDEX, CheckpointError, open_complete
+from megatron.core.dist_checkpointing.detect import format_of, open_index
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.utils import Say, UserError
 from megatron.training.config import CheckpointConfig
 
@@ -63,9 +64,9 @@ def find(folder: str, step: int | None, say: Say) -> Found | None:
     root = Path(folder)
     if root.exists() and not root.is_dir():
         raise UserError(f"checkpoint folder {folder} is a file")
-    if (root / INDEX).exists():
+    if format_of(root) is not None:
         # The folder of one checkpoint instead of the folder that holds it.
-        index = open_complete(root)
+        index = open_index(root)
         number = int(index.facts.get("iteration", 0))
         return Found(catalog.RELEASE if root.name == catalog.RELEASE else number, root, index)
     held = catalog.scan(root)
@@ -73,7 +74,7 @@ def find(folder: str, step: int | None, say: Say) -> Found | None:
         return _of_step(held, step)
     for path in held.unfinished:
         say(f"{path} is a save that never finished; it is ignored")
-    chosen = catalog.newest(held)
+    chosen = _newest(held)
     if chosen is None:
         if held.is_empty:
             return None
@@ -82,10 +83,21 @@ def find(folder: str, step: int | None, say: Say) -> Found | None:
     return chosen
 
 
+def _newest(held: Catalog) -> Found | None:
+    """Return the newest one that can be opened; those that cannot be are noted."""
+    while (chosen := catalog.newest(held)) is not None:
+        try:
+            return catalog.opened(chosen)
+        except CheckpointError as error:
+            held.complete.remove(chosen)
+            held.ignored[chosen.folder] = str(error)
+    return None
+
+
 def _of_step(held: Catalog, step: int) -> Found:
     for found in held.complete:
         if found.name == step:
-            return found
+            return catalog.opened(found)
     there = ", ".join(str(found.name) for found in held.complete) or "none"
     reasons = f"\n  {_reasons(held)}" if held.ignored else ""
     raise UserError(

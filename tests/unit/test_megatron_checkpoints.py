@@ -1,0 +1,94 @@
+"""Runs of Megatron-core's go on here: logits, losses and norms from its checkpoints.
+
+``dist_ckpt`` of each case holds the initial weights, ``dist_ckpt_iter5`` a whole run after
+iteration 5, both written by Megatron-core 0.19.2 (see `test_gpt_trajectories`).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core import rng
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.optimizer.config import ScheduleConfig
+from megatron.core.optimizer.schedule import Schedule, build_schedule
+from megatron.core.utils import UserError
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.load import Loaded, load_checkpoint
+from megatron.training.config import CheckpointConfig
+from tests.unit.test_gpt_trajectories import CASES, DATA, Training, ours
+
+CONTINUED = [name for name in CASES if (DATA / name / "dist_ckpt_iter5").exists()]
+
+
+def schedule_of(lr: float = 5e-3) -> Schedule:
+    config = ScheduleConfig(lr=lr, min_lr=5e-3, lr_decay_style="constant")
+    return build_schedule(config, 0.1, train_iters=7)
+
+
+def load(training: Training, folder: Path, **flags) -> tuple[Loaded, str]:
+    """Load a folder into a model of other weights; return what came, and what was said."""
+    rng.initialize(training.model, 99)
+    facts = RunFacts(
+        config={"global_batch_size": 4, "adam_eps": 1e-5},
+        schedule=schedule_of(flags.pop("lr", 5e-3)),
+        tokenizer="",
+        vocabulary=128,
+        vocabulary_rows=128,
+        objective="tokens" if training.objective.per_token else "microbatches",
+    )
+    said: list[str] = []
+    config = CheckpointConfig(load=str(folder), **flags)
+    schedules = ScheduleConfig(lr=5e-3)
+    models, mesh = [training.model], training.model.mesh
+    loaded = load_checkpoint(
+        config, schedules, mesh, models, training.optimizer, facts, said.append
+    )
+    return loaded, "\n".join(said)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_read_as_they_were(name: str) -> None:
+    weights = np.load(DATA / name / "init.npz")
+    with Checkpoint(DATA / name / "dist_ckpt") as checkpoint:
+        assert set(checkpoint.tensors) == {f"model.{ours(key)}" for key in weights}
+        for key in weights:
+            assert np.array_equal(checkpoint.read(f"model.{ours(key)}").numpy(), weights[key]), key
+        assert checkpoint.damages() == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_a_loaded_model(name: str) -> None:
+    training = Training(name)
+    loaded, said = load(training, DATA / name / "dist_ckpt", load_optim=False)
+    assert loaded.state.iteration == 0 and loaded.parts == ("weights", "progress")
+    assert "in the format torch_dist (Megatron)" in said
+    with torch.no_grad():
+        logits = training.model(training.batches["tokens"][0, 0])
+    expected = torch.from_numpy(np.load(DATA / name / "logits.npz")["logits"])
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_run_goes_on_after_iteration_5(name: str) -> None:
+    training = Training(name)
+    loaded, said = load(training, DATA / name / "dist_ckpt_iter5")
+    assert (loaded.state.iteration, loaded.state.consumed_samples) == (5, 20)
+    assert loaded.parts == ("weights", "optimizer", "progress")
+    # The flags' schedule, counted in iterations, is the stored one, counted in samples.
+    assert loaded.schedule == schedule_of() and "WARNING" not in said
+    for record in training.case["after_checkpoint"]:
+        training.iterate(record)
+
+
+def test_a_schedule_that_differs_from_megatrons_needs_a_word() -> None:
+    with pytest.raises(UserError, match=r"lr: 0.005 -> 0.008"):
+        load(Training("gpt2"), DATA / "gpt2" / "dist_ckpt_iter5", lr=8e-3)
+
+
+def test_a_checkpoint_without_states_is_not_continued_in_silence() -> None:
+    with pytest.raises(CheckpointError, match="without the optimizer's state; give --no-load-opt"):
+        load(Training("gpt2"), DATA / "gpt2" / "dist_ckpt")
