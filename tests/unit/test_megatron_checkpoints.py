@@ -4,14 +4,20 @@
 iteration 5, both written by Megatron-core 0.19.2 (see `test_gpt_trajectories`).
 """
 
+import argparse
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core import rng
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule, build_schedule
@@ -92,3 +98,69 @@ def test_a_schedule_that_differs_from_megatrons_needs_a_word() -> None:
 def test_a_checkpoint_without_states_is_not_continued_in_silence() -> None:
     with pytest.raises(CheckpointError, match="without the optimizer's state; give --no-load-opt"):
         load(Training("gpt2"), DATA / "gpt2" / "dist_ckpt")
+
+
+def stored(folder: Path) -> tuple[Metadata, dict[str, torch.Tensor]]:
+    """Return what torch's own reader finds in a folder: metadata, and every tensor."""
+    metadata = FileSystemReader(folder).read_metadata()
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return metadata, tensors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_export_equals_what_megatron_wrote(name: str, tmp_path: Path) -> None:
+    """Keys, shapes, types and values, the optimizer's too, as torch reads them."""
+    whole = DATA / name / "dist_ckpt_iter5"
+    source = whole if whole.exists() else DATA / name / "dist_ckpt"
+    with Checkpoint(source) as checkpoint:
+        export_torch_dist(checkpoint, tmp_path / "iter_0000005")
+    before, old = stored(source)
+    after, new = stored(tmp_path / "iter_0000005")
+    assert set(after.state_dict_metadata) == set(before.state_dict_metadata)
+    assert set(new) == set(old)
+    for key in old:
+        assert new[key].dtype == old[key].dtype and torch.equal(new[key], old[key]), key
+    with Checkpoint(source) as first, Checkpoint(tmp_path / "iter_0000005") as second:
+        assert second.damages() == []
+        for fact in ("iteration", "progress", "parts", "optimizer", "schedule"):
+            assert second.facts[fact] == first.facts[fact], fact
+        for key in ("adam_beta1", "adam_beta2", "adam_eps"):
+            assert second.facts["config"].get(key) == first.facts["config"].get(key)
+
+
+def test_an_export_says_what_megatrons_loading_asks_for(tmp_path: Path) -> None:
+    with Checkpoint(DATA / "gpt2" / "dist_ckpt_iter5") as checkpoint:
+        export_torch_dist(checkpoint, tmp_path / "one")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        common = torch.load(tmp_path / "one" / "common.pt", weights_only=True)
+    index = FileSystemReader(tmp_path / "one").read_metadata().storage_data
+    place = index[MetadataIndex("common_state/shard_0_1")]
+    data = (tmp_path / "one" / place.relative_path).read_bytes()[place.offset :][: place.length]
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert torch.load(io.BytesIO(data), weights_only=True)[0].keys() == common.keys()
+    theirs = case_state("gpt2")
+    assert common.keys() == theirs.keys() | {"args", "num_floating_point_operations_so_far"}
+    assert common["opt_param_scheduler"] == theirs["opt_param_scheduler"]
+    assert common["optimizer"]["state"] == theirs["optimizer"]["state"]
+    groups = common["optimizer"]["param_groups"]
+    for mine, other in zip(groups, theirs["optimizer"]["param_groups"], strict=True):
+        assert {key: mine[key] for key in other} == other
+    args = common["args"]
+    assert (args.consumed_train_samples, args.no_save_optim, args.no_save_rng) == (20, False, True)
+
+
+def case_state(name: str) -> dict:
+    """Return what Megatron-core stored beside tensors, as torch reads it."""
+    folder = DATA / name / "dist_ckpt_iter5"
+    place = (
+        FileSystemReader(folder)
+        .read_metadata()
+        .storage_data[MetadataIndex("common_state/shard_0_1")]
+    )
+    data = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+    return torch.load(io.BytesIO(data), weights_only=True)[0]

@@ -31,7 +31,8 @@ NAME = "torch_dist"
 COMMON = "common.pt"
 _STATE = re.compile(r"^(?:optimizer|chained_\d+|\.)+\.state\.([A-Za-z0-9_]+)\.(.+)$")
 _BUCKETS = re.compile(r"^(?:optimizer|chained_\d+|\.)+\.distributed\.")
-_MASTER = "fp32_param"
+MASTER = "fp32_param"
+"""Kind of the fine copy of a coarse weight."""
 
 
 def read_index(path: Path) -> Index:
@@ -50,7 +51,7 @@ def read_index(path: Path) -> Index:
             index.tensors[f"model.{name}"] = tensor
     for (kind, key), stored in states.items():
         shape = folder.tensors[weights[key]].shape if key in weights else None
-        ours = "master" if kind == _MASTER else kind
+        ours = "master" if kind == MASTER else kind
         for name, tensor in _unstacked(key, _whole(folder.tensors[stored], shape)):
             index.tensors[f"optimizer.{ours}.{name}"] = tensor
     index.facts = common.facts(state, has_states=bool(states), buckets=buckets)

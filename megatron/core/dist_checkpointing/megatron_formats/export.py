@@ -1,0 +1,209 @@
+"""Writing a checkpoint of any format as Megatron-core's ``torch_dist``, a piece at a time.
+
+The files are those of ``torch.distributed.checkpoint``: archives of ``torch.save`` one after the
+other, and a pickle that says where each lies. They are written here and not by its own writer,
+which holds a chunk of every tensor of a file until the file is done. Nothing of the result has a
+layout: Megatron-core cuts what it needs out of any chunks.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.core.dist_checkpointing.format import CheckpointError, sync_folder
+from megatron.core.dist_checkpointing.megatron_formats import names, state
+from megatron.core.dist_checkpointing.megatron_formats.dcp import METADATA
+from megatron.core.dist_checkpointing.megatron_formats.torch_dist import COMMON, MASTER
+from megatron.core.dist_checkpointing.reader import Reader
+from megatron.core.dist_checkpointing.save import PARTIAL
+from megatron.core.sharding import Box
+
+LARGEST = 256 * 2**20
+"""Bytes of a chunk; larger tensors are cut between rows."""
+_DATA = "__0_0.distcp"
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as it is to be stored: one of ours, or the layers of a stack."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    """Our keys, in the order of the first dim where ``stacked``."""
+    stacked: bool
+
+
+def export_torch_dist(
+    reader: Reader, folder: Path, told: Callable[[str, int], None] = lambda key, size: None
+) -> None:
+    """Write weights, optimizer and facts of a checkpoint to ``folder``; it appears when whole.
+
+    Args:
+        reader: any format.
+        folder: of the one checkpoint, such as ``DIR/iter_0000010``; an older one is replaced.
+        told: hears of each piece that was written: its key and its size in bytes.
+
+    Raises:
+        CheckpointError: there are layers that do not make a stack, or no weights.
+        OSError: the file system failed; ``folder`` is then as it was.
+    """
+    entries = _entries(reader)
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        has_masters = any(key.startswith("optimizer.master.") for key in reader.tensors)
+        common = state.common_state(reader.facts, has_masters=has_masters)
+        _write(reader, entries, common, partial, told)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(partial, folder)
+    sync_folder(folder.parent)
+
+
+def _entries(reader: Reader) -> dict[str, _Entry]:
+    """Return what is to be stored by Megatron-core's keys."""
+    weights = {key[6:] for key in reader.tensors if key.startswith("model.")}
+    if not weights:
+        raise CheckpointError(f"{reader.folder} holds no weights of a model")
+    stacks: dict[str, dict[int, str]] = defaultdict(dict)
+    entries = {}
+    for key in reader.tensors:
+        part, _, name = key.partition(".")
+        prefix = ""
+        if part == "optimizer":
+            kind, _, name = name.partition(".")
+            prefix = f"optimizer.state.{MASTER if kind == 'master' else kind}."
+        elif part != "model":
+            continue
+        theirs, layer = names.to_megatron(name, weights)
+        if layer is None:
+            tensor = reader.tensors[key]
+            entries[prefix + theirs] = _Entry(tensor.torch_dtype, tensor.shape, (key,), False)
+        else:
+            stacks[prefix + theirs][layer] = key
+    return {**entries, **{key: _stack(reader, key, parts) for key, parts in stacks.items()}}
+
+
+def _stack(reader: Reader, key: str, parts: dict[int, str]) -> _Entry:
+    keys = tuple(parts[layer] for layer in sorted(parts))
+    kinds = {(reader.tensors[part].torch_dtype, reader.tensors[part].shape) for part in keys}
+    if len(kinds) > 1 or sorted(parts) != list(range(len(parts))):
+        raise CheckpointError(
+            f"{reader.folder}: {key} is not alike in all layers, so it cannot be stacked: "
+            f"layers {sorted(parts)}, shapes {sorted(list(shape) for _, shape in kinds)}"
+        )
+    dtype, shape = kinds.pop()
+    return _Entry(dtype, (len(keys), *shape), keys, True)
+
+
+def _pieces(entry: _Entry) -> Iterator[tuple[tuple[int, ...], str, Box]]:
+    """Yield (offsets in the entry, our key, box of ours), each of at most `LARGEST` bytes."""
+    shape = entry.shape[1:] if entry.stacked else entry.shape
+    row = entry.dtype.itemsize
+    for size in shape[1:]:
+        row *= size
+    step = max(LARGEST // row, 1) if row else 1
+    for number, key in enumerate(entry.parts):
+        first = (number,) if entry.stacked else ()
+        rest = tuple((0, size) for size in shape[1:])
+        if not shape:
+            yield first, key, ()
+            continue
+        for start in range(0, shape[0], step):
+            offsets = (*first, start, *(0 for _ in rest))
+            yield offsets, key, ((start, min(start + step, shape[0])), *rest)
+
+
+class _Writer:
+    """A ``.distcp`` file under way, and what there is to say of it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.kinds: dict[str, Any] = {}
+        self.places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def object(self, key: str, value: Any) -> None:
+        self.kinds[key] = BytesStorageMetadata()
+        self._put(MetadataIndex(key), value)
+
+    def piece(self, key: str, entry: _Entry, offsets: tuple[int, ...], data: torch.Tensor) -> None:
+        tensor = data.unsqueeze(0) if entry.stacked else data
+        chunk = ChunkStorageMetadata(torch.Size(offsets), tensor.shape)
+        properties = TensorProperties(dtype=entry.dtype)
+        kind = self.kinds.setdefault(
+            key, TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+        )
+        self._put(MetadataIndex(key, chunk.offsets, len(kind.chunks)), tensor)
+        kind.chunks.append(chunk)
+
+    def _put(self, index: MetadataIndex, value: Any) -> None:
+        # One archive after the other, each counting from its own start.
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        start, length = self._stream.tell(), archive.getbuffer().nbytes
+        self._stream.write(archive.getbuffer())
+        self.places[index] = _StorageInfo(_DATA, start, length)
+
+
+def _write(
+    reader: Reader,
+    entries: dict[str, _Entry],
+    common: dict[str, Any],
+    folder: Path,
+    told: Callable[[str, int], None],
+) -> None:
+    with open(folder / _DATA, "wb") as stream:
+        writer = _Writer(stream)
+        for key, entry in entries.items():
+            layers = len(entry.parts)
+            if names.LINEARS.search(f".{key}") and not key.startswith("optimizer."):
+                for number in range(layers):
+                    extra = f"{key.removesuffix('weight')}_extra_state/shard_{number}_{layers}"
+                    writer.object(extra, [None])
+        writer.object("common_state/shard_0_1", [common])
+        for key, entry in entries.items():
+            for offsets, ours, box in _pieces(entry):
+                data = reader.read(ours, box)
+                writer.piece(key, entry, offsets, data)
+                told(key, data.nbytes)
+        _sync(stream)
+    torch.save(common, folder / COMMON)
+    (folder / "metadata.json").write_text(json.dumps(_BACKEND), encoding="utf-8")
+    metadata = Metadata(writer.kinds)
+    metadata.storage_data = writer.places
+    metadata.storage_meta = StorageMeta(folder.name.removesuffix(PARTIAL), str(uuid.uuid4()))
+    with open(folder / METADATA, "wb") as file:
+        pickle.dump(metadata, file)
+        _sync(file)
+    sync_folder(folder)
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
