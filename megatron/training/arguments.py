@@ -426,11 +426,27 @@ def _take_stored(
 ) -> list[str]:
     """Add what a checkpoint stores, if it is asked for; return what there is to say of it."""
     if not values.get("use_checkpoint_args"):
-        return []
+        return _keep_objective(values, origins, reader)
     stored = _stored(values, reader)
     if stored is None:
         return ["warning: --use-checkpoint-args: there is no checkpoint to take them from"]
-    return checkpoint_args.merge(values, origins, stored)
+    reports = checkpoint_args.merge(values, origins, stored)
+    if values.get("use_mp_args_from_checkpoint_args"):
+        reports += checkpoint_args.take_layout(values, origins, stored)
+    return reports
+
+
+def _keep_objective(
+    values: dict[str, Any], origins: dict[str, Origin], reader: StoredConfig
+) -> list[str]:
+    """Let a run of Megatron-LM's that goes on keep its objective."""
+    load = values.get("load")
+    if "calculate_per_token_loss" in values or not load or values.get("finetune"):
+        return []
+    if not checkpoint_args.is_megatrons(load):
+        return []
+    stored = reader(load, values.get("ckpt_step"))
+    return checkpoint_args.keep_objective(values, origins, stored or {})
 
 
 def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any] | None:

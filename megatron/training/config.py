@@ -241,6 +241,22 @@ class CheckpointConfig(Config):
     use_checkpoint_args: bool = option(False)
     """Take the model's architecture from the checkpoint."""
 
+    use_mp_args_from_checkpoint_args: bool = option(False)
+    """Under --use-checkpoint-args, take the sizes of tensor and pipeline parallelism too."""
+
+    load_main_params_from_ckpt: bool = option(False)
+    """Make fp32 masters of the loaded weights instead of loading those that were stored."""
+
+    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] | None = option(None)
+    """Accepted from scripts: checkpoints are saved in one format of this program's own, and any
+    format is recognised on load."""
+
+    ckpt_convert_format: Literal["torch", "torch_dist"] | None = option(None)
+    """Write the checkpoint of --load in this format of Megatron-LM and exit; torch_dist only."""
+
+    ckpt_convert_save: str | None = option(None, metavar="DIR")
+    """Folder for what --ckpt-convert-format writes, in a folder named after the format."""
+
     use_tokenizer_model_from_checkpoint_args: bool = option(
         True, aliases={"--disable-use-tokenizer-model-from-checkpoint-args": False}
     )
@@ -248,6 +264,21 @@ class CheckpointConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
+        self._check_conversion()
+
+    def _check_conversion(self) -> None:
+        if self.ckpt_convert_format is None:
+            return
+        if self.ckpt_convert_format == "torch":
+            raise UserError(
+                "--ckpt-convert-format torch: files for each rank of one layout are not written; "
+                "give torch_dist, which Megatron-LM reads on any layout"
+            )
+        if self.load is None or self.ckpt_convert_save is None:
+            raise UserError(
+                f"--ckpt-convert-format {self.ckpt_convert_format} needs --load DIR (what to "
+                "convert) and --ckpt-convert-save DIR (where to)"
+            )
 
     @property
     def pretrained_step(self) -> int | None:

@@ -18,6 +18,7 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
         if origin == "flag" or (origin == "file" and flat[name] != declared[name].default)
     }
     notes = []
+    notes += _idle_formats(config, given)
     if "manual_gc_interval" in given and not config.training.manual_gc:
         notes.append("--manual-gc-interval (no --manual-gc)")
     if not config.data.fim.fim_data:
@@ -30,6 +31,26 @@ def without_effect(config: RunConfig, origins: Origins) -> list[str]:
     notes += _idle_positions(config, given)
     notes += [f"{flag(name)} ({why})" for name, why in _idle(config).items() if name in given]
     return [*notes, *without_group(config.process)]
+
+
+def _idle_formats(config: RunConfig, given: set[str]) -> list[str]:
+    """Return what is said of formats of checkpoints."""
+    checkpoint = config.checkpoint
+    notes = []
+    if "ckpt_format" in given:
+        notes.append(
+            f"--ckpt-format {checkpoint.ckpt_format} (any format is read, and this program's own "
+            "is saved; --ckpt-convert-format torch_dist --ckpt-convert-save DIR exports that)"
+        )
+    if "ckpt_convert_save" in given and checkpoint.ckpt_convert_format is None:
+        notes.append("--ckpt-convert-save (no --ckpt-convert-format)")
+    if "use_mp_args_from_checkpoint_args" in given and not checkpoint.use_checkpoint_args:
+        notes.append("--use-mp-args-from-checkpoint-args (no --use-checkpoint-args)")
+    if "load_main_params_from_ckpt" in given and not (
+        checkpoint.load or checkpoint.pretrained_checkpoint
+    ):
+        notes.append("--load-main-params-from-ckpt (no --load)")
+    return notes
 
 
 def _idle(config: RunConfig) -> dict[str, str]:

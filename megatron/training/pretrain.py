@@ -32,6 +32,7 @@ from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
 from megatron.training.build import BuildModel, build_chunks, build_passes, build_run_optimizer
+from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
 from megatron.training.checkpoints.save import warn_of_space
@@ -180,6 +181,9 @@ class Job:
     def _run(self) -> int:
         config = self.config
         startup.check_outputs(config)
+        if config.checkpoint.ckpt_convert_format is not None:
+            convert(config.checkpoint, self.mesh, self.say)
+            return 0
         if not config.training.skip_train:
             agreement.check_save_folder(self.mesh.world, config.checkpoint.save)
         tokenizer = build_tokenizer(config.tokenizer)

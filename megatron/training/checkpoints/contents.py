@@ -79,6 +79,7 @@ def items(
     saving: bool,
     states: bool = True,
     spread: bool = True,
+    masters: bool = True,
 ) -> list[Item]:
     """Return weights and optimizer state of this rank.
 
@@ -90,15 +91,17 @@ def items(
             everything it holds.
         states: take the states of the update rule.
         spread: when saving, let replicas share what they hold alike; else the first takes it all.
+        masters: fill from stored masters where there are any; else from weights alone.
     """
     coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()} if saving else None
     shared = optimizer.weights() if optimizer is not None else None
-    kept = [_flat(tensor, coordinates, _weight_sources(tensor)) for tensor in shared or ()]
-    weights = list(_whole_weights(models, coordinates, frozen=shared is not None))
+    kept = [_flat(tensor, coordinates, _weight_sources(tensor, masters)) for tensor in shared or ()]
+    weights = list(_whole_weights(models, coordinates, masters, frozen=shared is not None))
     for tensor in optimizer.tensors() if optimizer is not None else ():
         is_master = tensor.key.startswith(MASTERS)
         if is_master or states:
-            sources = (tensor.key, WEIGHTS + tensor.sharding.name) if is_master else ()
+            stored = (tensor.key,) if masters else ()
+            sources = (*stored, WEIGHTS + tensor.sharding.name) if is_master else ()
             kept.append(_flat(tensor, coordinates, sources))
     if not saving:
         return [*weights, *kept]
@@ -128,18 +131,22 @@ def _flat(
     )
 
 
-def _weight_sources(tensor: OptimizerTensor) -> tuple[str, ...]:
-    return _sources(tensor.sharding.name, tensor.tensor.dtype)
+def _weight_sources(tensor: OptimizerTensor, masters: bool) -> tuple[str, ...]:
+    return _sources(tensor.sharding.name, tensor.tensor.dtype, masters)
 
 
-def _sources(name: str, dtype: torch.dtype) -> tuple[str, ...]:
+def _sources(name: str, dtype: torch.dtype, masters: bool) -> tuple[str, ...]:
     """Return what a weight may be filled from: a fine one rather from its master."""
-    fine = dtype in (torch.float32, torch.float64)
+    fine = masters and dtype in (torch.float32, torch.float64)
     return (MASTERS + name, WEIGHTS + name) if fine else (WEIGHTS + name,)
 
 
 def _whole_weights(
-    models: Sequence[nn.Module], coordinates: Mapping[str, int] | None, *, frozen: bool
+    models: Sequence[nn.Module],
+    coordinates: Mapping[str, int] | None,
+    masters: bool,
+    *,
+    frozen: bool,
 ) -> Iterator[Item]:
     """Yield weights that this rank holds whole: all, or only those that are not trained."""
     seen: set[int] = set()
@@ -150,7 +157,7 @@ def _whole_weights(
             seen.add(id(parameter))
             record = sharding.of(parameter)
             key = WEIGHTS + record.name
-            sources = _sources(record.name, parameter.dtype)
+            sources = _sources(record.name, parameter.dtype, masters)
             yield plan.of_tensor(key, record, parameter, coordinates=coordinates, sources=sources)
 
 

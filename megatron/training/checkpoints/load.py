@@ -21,7 +21,14 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say, human_bytes
 from megatron.training.checkpoints import facts as checkpoint_facts
 from megatron.training.checkpoints import random_states
-from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, Optimizer, items, random_key
+from megatron.training.checkpoints.contents import (
+    MASTERS,
+    OPTIMIZER,
+    RANDOM,
+    Optimizer,
+    items,
+    random_key,
+)
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.source import Source, choose
 from megatron.training.config import CheckpointConfig
@@ -90,11 +97,18 @@ def load_checkpoint(
     with Checkpoint(folder, source.found.index) as checkpoint:
         try:
             report = load(
-                items(models, optimizer, mesh, saving=False, states=with_optimizer),
+                items(
+                    models,
+                    optimizer,
+                    mesh,
+                    saving=False,
+                    states=with_optimizer,
+                    masters=not config.load_main_params_from_ckpt,
+                ),
                 checkpoint,
                 mesh.world,
                 strictness=config.dist_ckpt_strictness,
-                set_aside=(RANDOM,) if with_optimizer else (RANDOM, OPTIMIZER),
+                set_aside=_set_aside(config, with_optimizer),
                 verify=config.verify_integrity,
                 fits=follow,
             )
@@ -127,6 +141,13 @@ def load_checkpoint(
         f"hash {report.hash}"
     )
     return Loaded(state, schedules[-1], folder, report.hash, parts)
+
+
+def _set_aside(config: CheckpointConfig, with_optimizer: bool) -> tuple[str, ...]:
+    """Return what the keys that are left out on purpose begin with."""
+    if not with_optimizer:
+        return (RANDOM, OPTIMIZER)
+    return (RANDOM, MASTERS) if config.load_main_params_from_ckpt else (RANDOM,)
 
 
 def _check_parts(source: Source, with_optimizer: bool) -> None:

@@ -7,6 +7,7 @@ is *adopted* comes from the checkpoint unless it was given; a difference is repo
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.core.config import Origin, Spec, as_json, as_words, specs
@@ -42,6 +43,12 @@ IGNORED = (
 # Padded rows belong to a layout, not to the model.
 TOKENIZER_IGNORED = ("padded_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size")
 OBJECTIVE = ("calculate_per_token_loss", "seq_length")
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+)
+"""What --use-mp-args-from-checkpoint-args takes."""
 
 
 def architecture() -> dict[str, Spec]:
@@ -92,6 +99,46 @@ def merge(
         )
     free = {name: spec for name, spec in adopted().items() if name not in fixed}
     return [*_take_fixed(given, origins, stored, fixed), *_adopt(given, origins, stored, free)]
+
+
+def take_layout(
+    given: dict[str, Any], origins: dict[str, Origin], stored: Mapping[str, Any]
+) -> list[str]:
+    """Add the checkpoint's parallel sizes to what was given, flags first; return a line on it."""
+    known, taken = specs(RunConfig), []
+    for name in LAYOUT:
+        if stored.get(name) is not None and name not in given:
+            given[name] = _convert(known[name], stored[name])
+            origins[name] = "checkpoint"
+            taken.append(f"{known[name].flag} {as_words(given[name])}")
+    return [f"layout of the checkpoint: {', '.join(taken)}"] if taken else []
+
+
+def is_megatrons(folder: str) -> bool:
+    """Return whether a folder holds checkpoints of Megatron-LM's and none of ours; no torch."""
+    root = Path(folder)
+    if not root.is_dir():
+        return False
+    places = [root, *(path for path in root.iterdir() if path.is_dir())]
+    if any((path / "checkpoint.json").exists() for path in places):
+        return False
+    return any((path / ".metadata").exists() or any(path.glob("mp_rank_*/*.pt")) for path in places)
+
+
+def keep_objective(
+    given: dict[str, Any], origins: dict[str, Origin], stored: Mapping[str, Any]
+) -> list[str]:
+    """Let a checkpoint of Megatron-LM's keep its objective, unless a flag says otherwise."""
+    name = "calculate_per_token_loss"
+    if name not in stored:
+        return [
+            "warning: the checkpoint does not say how its loss was averaged: "
+            "--calculate-per-token-loss or --no-calculate-per-token-loss (Megatron-LM's default) "
+            "chooses, the first by default"
+        ]
+    given[name], origins[name] = bool(stored[name]), "checkpoint"
+    flag = "--calculate-per-token-loss" if given[name] else "--no-calculate-per-token-loss"
+    return [f"the loss is averaged as in the checkpoint of Megatron-LM's: {flag}"]
 
 
 def _take_fixed(

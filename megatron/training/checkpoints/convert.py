@@ -1,0 +1,55 @@
+"""--ckpt-convert-format: the checkpoint of --load in a format of Megatron-LM's; then the end."""
+
+import os
+from pathlib import Path
+
+from megatron.core import comm
+from megatron.core.dist_checkpointing import catalog
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
+from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
+from megatron.core.mesh import Mesh
+from megatron.core.utils import Say, UserError, human_bytes
+from megatron.training.checkpoints.source import find
+from megatron.training.config import CheckpointConfig
+from megatron.training.processes.rank_zero import from_first
+
+
+def convert(config: CheckpointConfig, mesh: Mesh, say: Say) -> None:
+    """Write ``DIR/torch_dist/iter_N`` and move the tracker there; a collective of the world.
+
+    Tensors go through the first rank piece by piece, and no model is built.
+
+    Raises:
+        UserError: there is nothing to convert, it is damaged, or it would overwrite what it reads.
+    """
+    from_first(mesh.world, lambda: _convert(config, say))
+    comm.barrier(mesh.world)
+
+
+def _convert(config: CheckpointConfig, say: Say) -> None:
+    assert config.load is not None and config.ckpt_convert_save is not None
+    assert config.ckpt_convert_format is not None
+    found = find(config.load, config.ckpt_step, say)
+    if found is None:
+        raise UserError(f"--load ({config.load}) holds no checkpoint to convert")
+    root = Path(config.ckpt_convert_save) / config.ckpt_convert_format
+    target = root / catalog.folder_name(found.name)
+    if target.exists() and os.path.samefile(target, found.folder):
+        raise UserError(f"--ckpt-convert-save would replace {target}, which is to be converted")
+    size = 0
+
+    def told(key: str, written: int) -> None:
+        nonlocal size
+        size += written
+
+    with Checkpoint(found.folder, found.index) as checkpoint:
+        damages = checkpoint.damages() if config.verify_integrity else []
+        if damages:
+            raise DamagedError(f"{found.folder} is damaged:\n  " + "\n  ".join(damages))
+        try:
+            export_torch_dist(checkpoint, target, told)
+        except OSError as error:
+            raise CheckpointError(f"{target} could not be written: {error}") from None
+    catalog.write_tracker(root, found.name)
+    say(f"converted {found.folder} to {target} ({config.ckpt_convert_format}, {human_bytes(size)})")
