@@ -9,6 +9,7 @@ rank's part: the shape is then [parts along each dim ..., elements of a part].
 States as plain buckets (``dp_reshardable``) belong to the layout that wrote them and are left out.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -118,22 +119,21 @@ def _whole(tensor: dcp.Tensor, shape: tuple[int, ...] | None) -> dcp.Tensor:
     if shape is None or len(tensor.shape) != len(shape) + 1:
         return tensor
     parts = tensor.shape[:-1]
-    if any(size % count for size, count in zip(shape, parts, strict=True)):
-        raise CheckpointError(f"a state of shape {list(shape)} is stored as {list(tensor.shape)}")
     local = tuple(size // count for size, count in zip(shape, parts, strict=True))
-    assert math.prod(local) == tensor.shape[-1]
+    if math.prod(shape) != math.prod(tensor.shape) or math.prod(local) != tensor.shape[-1]:
+        raise CheckpointError(f"a state of shape {list(shape)} is stored as {list(tensor.shape)}")
     whole = dcp.Tensor(tensor.dtype, shape)
     size = DTYPES[tensor.dtype].itemsize
     for chunk in tensor.chunks:
-        if volume(chunk.box[:-1]) != 1:
-            raise CheckpointError(f"a state of shape {list(shape)} has chunks of several parts")
-        origin = [n * extent for (n, _), extent in zip(chunk.box[:-1], local, strict=True)]
         start, stop = chunk.box[-1]
-        for box, offset in local_boxes(local, start, stop):
-            at = chunk.offset + (offset - start) * size
-            whole.chunks.append(
-                dcp.Chunk(_moved(box, origin), chunk.file, chunk.start, chunk.length, at)
-            )
+        held = itertools.product(*(range(*extent) for extent in chunk.box[:-1]))
+        for number, part in enumerate(held):
+            origin = [n * extent for n, extent in zip(part, local, strict=True)]
+            first = chunk.offset + number * (stop - start) * size
+            for box, offset in local_boxes(local, start, stop):
+                at = first + (offset - start) * size
+                place = dcp.Chunk(_moved(box, origin), chunk.file, chunk.start, chunk.length, at)
+                whole.chunks.append(place)
     return whole
 
 
