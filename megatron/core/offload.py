@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.core import saved_tensors
 from megatron.core.saved_tensors import Handle, View, keeping, memory_of
 
 
@@ -224,7 +225,9 @@ class HostCopies:
         return buffer.copy_(x)
 
     def start(self, ticket: Tensor) -> Arriving:
-        return _There(ticket.to(self._device, copy=True).untyped_storage())
+        x = ticket.to(self._device, copy=True)
+        saved_tensors.see(x)
+        return _There(x.untyped_storage())
 
     def free(self, ticket: Tensor) -> None:
         self.pool.put(ticket, None)
@@ -268,6 +271,7 @@ class CudaCopies:
     def start(self, ticket: _CudaTicket) -> Arriving:
         current = torch.cuda.current_stream(self._device)
         x = torch.empty(ticket.buffer.numel(), dtype=torch.uint8, device=self._device)
+        saved_tensors.see(x)
         # After what was in this memory before, and after the way out.
         self._back.wait_stream(current)
         self._back.wait_event(ticket.done)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import comm
+from megatron.core import comm, saved_tensors
 from megatron.core.mesh import Axis
 from megatron.core.saved_tensors import Handle, View, keeping, memory_of
 
@@ -100,6 +100,7 @@ class _Slot:
         """Take the tensor out of a second run, if it is not there."""
         if self._value is None:
             self._value = self._fill(again)
+            saved_tensors.see(self._value)
 
 
 class _Again:

@@ -6,10 +6,14 @@ scope alone, so that scopes could not lie within each other.
 
 Parameters are never offered: they live anyway, and whoever shards weights fills the same object
 again before its backward.
+
+`counting` tells how much memory all this takes. Whoever keeps tensors for a backward beside
+autograd, or has some back for it, says so (`see`).
 """
 
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -61,11 +65,68 @@ def _pack(x: Tensor) -> Tensor | Handle:
         handle = scope.keep(x)
         if handle is not None:
             return handle
-    return x.detach()
+    kept = x.detach()
+    see(kept)
+    return kept
 
 
 def _unpack(packed: Tensor | Handle) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
+
+
+class Saved:
+    """Bytes of what is saved, each piece of memory once: now, and the most there were.
+
+    Args:
+        known: tensors that live anyway and do not count, whatever is saved of their memory.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self.now = self.most = 0
+        # By identity: the memory of what is shared out comes and goes.
+        self._known: set[int] = set()
+        self.ignore(known)
+        self._pieces: dict[int, int] = {}
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the memory of more tensors."""
+        self._known.update(map(memory_of, tensors))
+
+    def see(self, x: Tensor) -> None:
+        """Count the memory of ``x``, until nobody holds it."""
+        storage = x.untyped_storage()
+        at = storage.data_ptr()
+        known = memory_of(x) in self._known or at in self._pieces
+        if not known and storage.nbytes():
+            self._pieces[at] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, at).atexit = False
+
+    def _gone(self, at: int) -> None:
+        self.now -= self._pieces.pop(at)
+
+
+# Of the process, not of a thread: on CUDA a region runs again in a thread of autograd's.
+_counting: list[Saved] = []
+
+
+@contextmanager
+def counting(known: Iterable[Tensor]) -> Iterator[Saved]:
+    """Count what is saved in the block; ``known`` lives anyway."""
+    saved = Saved(known)
+    _counting.append(saved)
+    try:
+        with saved_tensors_hooks(_pack, _unpack):
+            yield saved
+    finally:
+        _counting.remove(saved)
+
+
+def see(x: Tensor) -> None:
+    """Count the memory of a tensor that is there for a backward, where somebody counts."""
+    for saved in _counting:
+        saved.see(x)
 
 
 def memory_of(x: Tensor) -> int:

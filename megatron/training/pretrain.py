@@ -457,6 +457,7 @@ class Job:
             garbage=Garbage(config.training),
             replica_check=self._replica_check(optimizer),
             report_memory=MemoryLog(self.memory, metrics, self.say).report,
+            watch_memory=self.memory.watched,
             pulse=self.pulse,
             saver=saver,
             say=self.say,

@@ -12,6 +12,7 @@ One iteration is in `step`; the parts are made and joined in `pretrain`.
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -55,6 +56,8 @@ class Parts:
     replica_check: ReplicaCheck | None
     report_memory: Callable[[int], None]
     """Tells what memory is held after an iteration; a collective of the world."""
+    watch_memory: Callable[[], AbstractContextManager[None]]
+    """Counts what comes and goes in an iteration that is reported."""
     pulse: Pulse
     saver: Saver | None
     """None when nothing is saved."""
@@ -132,7 +135,13 @@ class Trainer:
     def _train_on(self, planned: Planned) -> StepResult:
         plan, count, nominal = planned
         microbatches = self.parts.batches.take(count)
-        return self.parts.step.run(plan, microbatches, count, nominal, self.parts.stopper.seen)
+        reported = self._memory_is_reported(plan.iteration)
+        with self.parts.watch_memory() if reported else nullcontext():
+            return self.parts.step.run(plan, microbatches, count, nominal, self.parts.stopper.seen)
+
+    def _memory_is_reported(self, iteration: int) -> bool:
+        interval = self.config.logging.log_memory_interval
+        return interval is not None and iteration % interval == 0
 
     def _leave_out(self, planned: Planned) -> StepResult:
         """Consume the samples of an iteration without training on them."""
@@ -197,8 +206,7 @@ class Trainer:
         if iteration - self._started == MEMORY_SHOWN_AFTER:
             report = memory.report(self.mesh.device)
             self._say(log_line.memory_line(self.mesh.rank, iteration, report))
-        memory_interval = self.config.logging.log_memory_interval
-        if memory_interval is not None and iteration % memory_interval == 0:
+        if self._memory_is_reported(iteration):
             self.parts.report_memory(iteration)
         if iteration % interval:
             return

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core import rng
+from megatron.core import rng, saved_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.models.mtp import Ahead
 from megatron.core.optimizer.optimizer import Optimizer
@@ -22,7 +22,6 @@ from megatron.training.processes import setup
 from megatron.training.verification import equality
 from megatron.training.verification.equality import Case
 from tests.harness import Pool
-from tests.saved_bytes import metering
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 96 --micro-batch-size 2 "
@@ -109,7 +108,7 @@ def one_forward(rank: int, run: RunConfig) -> int:
     if chunk.rotary is not None:
         known += chunk.rotary(local, None)
     tokens, labels = (torch.randint(0, 100, (samples, local)) for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, metering(known, patch) as meter:
+    with saved_tensors.counting(known) as meter:
         key = DropoutKey(1, 1, 1, mesh.cp.coordinate)
         losses = chunk(tokens, labels, dropout=key, ahead=ahead(run, samples, local))
         total = (losses * torch.ones_like(losses)).sum()
@@ -142,7 +141,7 @@ def one_iteration(rank: int, run: RunConfig) -> int:
         build_datasets=pretrain_gpt.build_datasets,
         forward_step=pretrain_gpt.forward_step,
     )
-    with pytest.MonkeyPatch.context() as patch, metering([], patch) as meter:
+    with pytest.MonkeyPatch.context() as patch, saved_tensors.counting([]) as meter:
 
         def build(*arguments: Any) -> Optimizer:
             optimizer = build_run_optimizer(*arguments)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core import held
+from megatron.core import held, saved_tensors
 from megatron.core.held import Held
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -26,7 +26,6 @@ from megatron.training.processes import setup
 from megatron.training.verification import equality
 from megatron.training.verification.equality import Case
 from tests.harness import Pool
-from tests.saved_bytes import Meter, metering
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
@@ -48,7 +47,9 @@ class Measured:
 class Both:
     """Follows two counts, and the most of their sum."""
 
-    def __init__(self, saved: Meter, passing: Held, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, saved: saved_tensors.Saved, passing: Held, patch: pytest.MonkeyPatch
+    ) -> None:
         self.saved, self.passing, self.most = saved, passing, 0
         see, change = saved.see, passing.change
         patch.setattr(saved, "see", lambda x: (see(x), self._look())[0])
@@ -67,7 +68,7 @@ def train(rank: int, run: RunConfig) -> Measured:
     )
     mesh = setup.connected_mesh(run, torch.device("cpu"))
     built: list[Optimizer] = []
-    with pytest.MonkeyPatch.context() as patch, metering([], patch) as meter:
+    with pytest.MonkeyPatch.context() as patch, saved_tensors.counting([]) as meter:
 
         def build(*arguments: Any) -> Optimizer:
             optimizer = build_run_optimizer(*arguments)

@@ -589,3 +589,18 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     with pytest.raises(UserError, match=f"^{flag} {re.escape(place)}"):
         run("--train-iters", 2, flag, place)
     assert not Path("metrics.jsonl").exists()
+
+
+def test_activations_are_counted_in_the_iterations_that_are_reported(
+    run: Callable[..., int],
+) -> None:
+    """As planned, but for a twentieth, and without a trace in any number."""
+    assert run("--train-iters", 3) == 0
+    plain = [row["lm_loss"] for row in rows()]
+    Path("metrics.jsonl").unlink()
+    assert run("--train-iters", 3, "--log-memory-interval", 2) == 0
+    training = [row for row in rows() if "lm_loss" in row]
+    assert [row["lm_loss"] for row in training] == plain
+    (reported,) = [row for row in rows() if "measured_bytes" in row]
+    planned = reported["planned_bytes"]["activations"]
+    assert reported["measured_bytes"]["activations"] == pytest.approx(planned, rel=0.05)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core import rng
+from megatron.core import rng, saved_tensors
 from megatron.core.kernels import blocked, ring_block
 from megatron.core.kernels.attention import Packing
 from megatron.core.mesh import Mesh
@@ -15,7 +15,6 @@ from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import activations, attention_bytes
-from tests.saved_bytes import metering
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 96 --micro-batch-size 2 "
@@ -68,7 +67,7 @@ def config(text: str) -> RunConfig:
     return parse(f"{SMALL} {text}".split()).config
 
 
-def saved(run: RunConfig, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> int:
+def saved(run: RunConfig, stage: Stage) -> int:
     """Return the bytes that the forward of one microbatch saves in one stage."""
     mesh, samples, length = Mesh.serial(), run.training.micro_batch_size, run.data.seq_length
     vocabulary = resolve_vocabulary(run.tokenizer, 100, 1)
@@ -83,7 +82,7 @@ def saved(run: RunConfig, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> int:
     tokens, labels = (torch.randint(0, 100, (samples, length)) for _ in range(2))
     dtype = getattr(torch, run.residual_dtype)
     x = None if stage.is_first else torch.randn(length, samples, 64, dtype=dtype)
-    with metering(known, monkeypatch) as meter:
+    with saved_tensors.counting(known) as meter:
         out = chunk(
             tokens,
             labels,
@@ -105,7 +104,7 @@ def test_planned_bytes_are_those_that_autograd_saves(
     run = config(text)
     (stage,) = run.stages
     planned = activations.footprint(run, 128, stage, 2).kept
-    assert planned == pytest.approx(saved(run, stage, monkeypatch), rel=WITHIN)
+    assert planned == pytest.approx(saved(run, stage), rel=WITHIN)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_a_stage_keeps_what_it_owns(
 ) -> None:
     run, stage = config(""), Stage(layers, is_first, is_last)
     planned = activations.footprint(run, 128, stage, 2).kept
-    assert planned == pytest.approx(saved(run, stage, monkeypatch), rel=WITHIN)
+    assert planned == pytest.approx(saved(run, stage), rel=WITHIN)
 
 
 def test_documents_are_planned_as_if_each_filled_its_sample(
@@ -133,7 +132,7 @@ def test_documents_are_planned_as_if_each_filled_its_sample(
     (stage,) = run.stages
     planned, measured = (
         activations.footprint(run, 128, stage, 2).kept,
-        saved(run, stage, monkeypatch),
+        saved(run, stage),
     )
     assert measured < planned < 1.2 * measured
 
@@ -147,7 +146,7 @@ def test_a_long_sample_keeps_no_probabilities(monkeypatch: pytest.MonkeyPatch) -
         run = config(f"--seq-length {length} --attention-dropout 0 --micro-batch-size 1")
         (stage,) = run.stages
         planned = activations.footprint(run, 128, stage, 1).kept
-        assert planned == pytest.approx(saved(run, stage, monkeypatch), rel=WITHIN)
+        assert planned == pytest.approx(saved(run, stage), rel=WITHIN)
 
 
 def test_the_constants_are_those_of_the_kernels() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core import saved_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.recompute import discarding, recompute
 from megatron.core.saved_tensors import Handle, keeping
 from megatron.core.sharding import Init, split
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from tests.saved_bytes import metering
 
 
 class Net(nn.Module):
@@ -112,11 +112,9 @@ class Seen:
         (norm_alone, 5 * 8 + 3 * 5 * 32 + 1),
     ],
 )
-def test_inputs_alone_are_kept_and_all_is_gone_at_the_end(
-    way: Way, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_alone_are_kept_and_all_is_gone_at_the_end(way: Way, kept: int) -> None:
     net, x = Net(), torch.randn(5, 8, requires_grad=True)
-    with metering(net.parameters(), monkeypatch) as meter:
+    with saved_tensors.counting(net.parameters()) as meter:
         out = way(net, x * 1)
         before = meter.now
         out.sum().backward()

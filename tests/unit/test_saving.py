@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core import rng
+from megatron.core import rng, saved_tensors
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import Ahead
@@ -20,7 +20,6 @@ from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import activations
 from megatron.training.plan.ledger import Footprint
-from tests.saved_bytes import Meter, metering
 
 SMALL = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 72 --micro-batch-size 2 "
@@ -132,12 +131,12 @@ def planned(run: RunConfig) -> Footprint:
     return activations.footprint(run, 128, stage, 2)
 
 
-def measured(run: RunConfig) -> tuple[int, int, Meter]:
+def measured(run: RunConfig) -> tuple[int, int, saved_tensors.Saved]:
     """Return the bytes kept on the device and in the host, and the meter after the backward."""
     model = built(run)
     known = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
     known += model.rotary(72, None) if model.rotary is not None else ()
-    with pytest.MonkeyPatch.context() as patch, metering(known, patch) as meter:
+    with saved_tensors.counting(known) as meter:
         loss = loss_of(model, 1)
         kept, offloader = meter.now, model.saving._offloader
         host = 0 if offloader is None else offloader._copies.pool.bytes  # type: ignore[attr-defined]
@@ -160,7 +159,7 @@ def test_evaluation_keeps_nothing_and_runs_nothing_twice() -> None:
     for way in ("uniform", "parts", "parts moved"):
         model, calls = built(config("gpt", way)), list[nn.Module]()
         model.decoder.layers["1"].register_forward_pre_hook(lambda one, _, to=calls: to.append(one))
-        with torch.no_grad(), pytest.MonkeyPatch.context() as patch, metering([], patch) as meter:
+        with torch.no_grad(), saved_tensors.counting([]) as meter:
             loss_of(model, 1)
         assert meter.most == 0 and len(calls) == 1
         offloader = model.saving._offloader

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core import saved_tensors
 from megatron.core.mesh import Axis
 from megatron.core.pipeline_parallel.messages import made, needed
 from megatron.core.pipeline_parallel.order import Instruction, Post, Program, programs
@@ -158,17 +159,23 @@ class _Iteration:
         output = self.forward_step(action.chunk, action.microbatch, x)
         if self.trains:
             self.kept[action.microbatch, action.chunk] = (x, output)
+            if x is not None:
+                saved_tensors.see(x)  # for its gradient
         message = made(self.placement, self.rank, action)
         if message is not None:
             self.mail.put(message, output.detach())
+            if self.trains and self.placement.owner(message.target)[0] == self.rank:
+                saved_tensors.see(output)  # it is not sent, so it stays
 
     def _free(self, microbatch: int, chunk: int) -> None:
-        if not self.executor.free_outputs or (microbatch, chunk) not in self.kept:
+        if (microbatch, chunk) not in self.kept:
             return
         x, output = self.kept[microbatch, chunk]
-        if not _is_needed(output, x):
+        if self.executor.free_outputs and not _is_needed(output, x):
             # Not `.data = empty`: backward compares the shapes of an output and its gradient.
             output.untyped_storage().resize_(0)
+        else:
+            saved_tensors.see(output)
 
     def _backward(self, action: Action) -> None:
         x, output = self.kept.pop((action.microbatch, action.chunk))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import comm, held, sharding
+from megatron.core import comm, held, saved_tensors, sharding
 from megatron.core.kernels import matmul
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Init, Sharding
@@ -43,6 +43,15 @@ def postponing() -> Iterator[list[Callable[[], Any]]]:
     finally:
         innermost = _postponed.pop()  # by identity: empty lists are equal
         assert innermost is tasks
+
+
+def _postpone(weight: Tensor, task: functools.partial[Tensor | None]) -> None:
+    """Leave a weight's gradient to who collects, with the tensors that it takes."""
+    assert weight.grad is not None, "a postponed gradient needs a buffer"
+    _postponed[-1].append(task)
+    for x in task.args[1:]:
+        if isinstance(x, Tensor):
+            saved_tensors.see(x)
 
 
 class _Linear(torch.autograd.Function):
@@ -103,8 +112,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             task = functools.partial(_weight_gradient, weight_OI, grad_SBO, whole_SBI, x_SBI, axis)
             if _postponed:
-                assert weight_OI.grad is not None, "a postponed gradient needs a buffer"
-                _postponed[-1].append(task)
+                _postpone(weight_OI, task)
             else:
                 dw_OI = task()
         if bias_O is not None and ctx.needs_input_grad[2]:
@@ -132,8 +140,7 @@ class _RowScatter(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             task = functools.partial(_weight_gradient, weight_Oi, grad_SBO, x_SBi, x_SBi, axis)
             if _postponed:
-                assert weight_Oi.grad is not None, "a postponed gradient needs a buffer"
-                _postponed[-1].append(task)
+                _postpone(weight_Oi, task)
             else:
                 dw_Oi = task()
         return dx_SBi, dw_Oi, None

@@ -3,9 +3,10 @@
 Weights, gradients, masters and optimizer states are the bytes of the buffers there are, and equal
 the plan to the byte; a difference of more than a twentieth is warned of, since it is a fault of the
 plan or of the buffers. What is there for communication is counted as it comes and goes
-(`core/held`), at most since the start. The rest, activations above all, is known to CUDA's
-allocator alone: its peak stands beside the plan's total. On the CPU there is the resident memory of
-the process, interpreter and libraries included, which nobody plans.
+(`core/held`), at most since the start; activations as autograd saves them (`core/saved_tensors`),
+at most in the iteration that is reported. The rest is known to CUDA's allocator alone: its peak
+stands beside the plan's total. On the CPU there is the resident memory of the process, interpreter
+and libraries included, which nobody plans.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,8 @@ class MemoryLog:
     def _held(self) -> dict[str, int]:
         """Return the bytes that this process holds, or has held at most, by category."""
         found = self._use.fixed()
+        if self._use.activations is not None:
+            found["activations"] = self._use.activations
         if not self._use.config.shared_by_torch:  # nobody knows what torch has of whole units
             found["communication"] = self._use.passing.most
         if self._use.saver is not None and self._use.config.checkpoint.speed.async_save:
