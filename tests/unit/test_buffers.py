@@ -14,6 +14,7 @@ from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.layout import Item, plan_buffers
 from megatron.core.distributed.pieces import Shares
+from megatron.core.distributed.ranges import box_ranges, merge
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer.groups import Group
 from megatron.core.sharding import Init, Region, Sharding
@@ -85,7 +86,7 @@ def test_every_layout_holds_each_parameter_once(
     flat = [edge for bucket in plan.buckets for edge in bucket]
     assert flat[0] == 0 and flat[-1] == plan.size >= position and flat[1:-1:2] == flat[2:-1:2]
     covered = sorted(span for rank in range(data_size) for span in plan.shards(rank, data_size))
-    assert layout.merge(covered) == [(0, plan.size)]
+    assert merge(covered) == [(0, plan.size)]
 
 
 @given(
@@ -102,7 +103,7 @@ def test_box_ranges_are_the_elements_of_the_box(
     shape, box = case
     index = torch.arange(math.prod(shape)).view(shape)
     expected = index[sharding.box_slices(box)].flatten().tolist()
-    ranges = list(layout.box_ranges(shape, box))
+    ranges = list(box_ranges(shape, box))
     assert [i for start, stop in ranges for i in range(start, stop)] == expected
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
-from megatron.core.distributed.layout import first_part
+from megatron.core.distributed.ranges import first_part
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import memory
 from megatron.core.optimizer.config import OptimizerConfig

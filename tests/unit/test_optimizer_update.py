@@ -1,6 +1,7 @@
 """Updates against torch's optimizers on the same model, and masters against a loop written here."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from megatron.core import sharding
 from megatron.core.kernels import table
 from megatron.core.kernels.adam import adam_reference
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer import memory
+from megatron.core.optimizer import memory, rules
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
+from megatron.core.optimizer.optimizer import RULES, Optimizer, build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init
 
@@ -267,3 +268,13 @@ def test_a_kernel_for_several_dtypes_takes_them_as_they_are_kept(
     assert calls and set.union(*calls) == {torch.float32, torch.bfloat16}
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
+
+
+def test_every_rule_is_known_to_plans_as_it_is() -> None:
+    """A plan cannot ask a rule itself, which imports torch."""
+    assert set(RULES) == set(get_args(OptimizerConfig.__annotations__["optimizer"]))
+    for name, make_rule in RULES.items():
+        config = OptimizerConfig.resolve(sgd_momentum=0.0)
+        assert make_rule(config, Mesh.serial()).needs_whole == rules.needs_whole(name)
+        assert bool(rules.states(name, config)) == (name != "sgd")
+    assert rules.states("sgd", OptimizerConfig.resolve()) == ("momentum_buffer",)

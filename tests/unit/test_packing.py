@@ -5,9 +5,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.distributed import layout, packing
+from megatron.core.distributed import packing
 from megatron.core.distributed.layout import Item, plan_buffers
+from megatron.core.distributed.ranges import ALIGNMENT, intersect, merge
 from megatron.core.optimizer.groups import Group
+from megatron.core.utils import round_up
 
 MATRICES = Group("matrices", "muon", True)
 
@@ -58,22 +60,22 @@ def test_no_parameter_crosses_a_share(
     for before, slot in itertools.pairwise(plan.slots):
         assert before.stop <= slot.start
     for slot in plan.slots:
-        assert slot.start % layout.ALIGNMENT == 0
+        assert slot.start % ALIGNMENT == 0
         assert slot.stop - slot.start == items[slot.index].numel
         assert plan.group_of(slot) == items[slot.index].group.name
         holders = [
             rank
             for rank, ranges in enumerate(shares)
-            if any(layout.intersect((slot.start, slot.stop), one) for one in ranges)
+            if any(intersect((slot.start, slot.stop), one) for one in ranges)
         ]
         assert len(holders) == 1
     flat = [edge for bucket in plan.buckets for edge in bucket]
     assert flat[0] == 0 and flat[-1] == plan.size and flat[1:-1:2] == flat[2:-1:2]
-    assert layout.merge(sorted(itertools.chain(*shares))) == [(0, plan.size)]
+    assert merge(sorted(itertools.chain(*shares))) == [(0, plan.size)]
     # Largest first is at most a third above any other way of dealing them out (Graham, 1969).
     for start, stop in plan.buckets:
         held = [
-            layout.round_up(slot.stop - slot.start, layout.ALIGNMENT)
+            round_up(slot.stop - slot.start, ALIGNMENT)
             for slot in plan.slots
             if start <= slot.start < stop
         ]

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.distributed.layout import BufferPlan, Item, Range, intersect
+from megatron.core.distributed.layout import BufferPlan, Item
+from megatron.core.distributed.ranges import Range, intersect
 from megatron.core.distributed.rows import plan_rows
 from megatron.core.optimizer.groups import Group
 

@@ -9,8 +9,16 @@ from megatron.core.utils import UserError
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What replicas share out among themselves; they hold the rest alike."""
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-IN_FLIGHT = 1
-"""Sums that run beside a backward, where gradients are shared out: memory for one unit's each."""
+
+
+def shares_gradients(strategy: Strategy) -> bool:
+    """Return whether each replica keeps its share of the gradients only."""
+    return strategy in ("optim_grads", "optim_grads_params")
+
+
+def shares_weights(strategy: Strategy) -> bool:
+    """Return whether each replica keeps its share of the weights only."""
+    return strategy == "optim_grads_params"
 
 
 class DataParallelConfig(Config):
@@ -113,7 +121,7 @@ class DataParallelConfig(Config):
                 "drop one"
             )
         strategy = self.data_parallel_sharding_strategy
-        if strategy != "optim_grads_params":
+        if not shares_weights(strategy):
             raise UserError(
                 "--use-torch-fsdp2 shares out weights, gradients and states, "
                 f"--data-parallel-sharding-strategy {strategy} does not; drop that, or share out "
@@ -123,12 +131,12 @@ class DataParallelConfig(Config):
     @property
     def shards_gradients(self) -> bool:
         """Return whether replicas share out gradients, and with them each microbatch's sums."""
-        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+        return shares_gradients(self.data_parallel_sharding_strategy)
 
     @property
     def shards_weights(self) -> bool:
         """Return whether replicas share out weights."""
-        return self.data_parallel_sharding_strategy == "optim_grads_params"
+        return shares_weights(self.data_parallel_sharding_strategy)
 
     def shares(self, replicas: int) -> int:
         """Return into how many shares ``replicas`` ranks divide what they share out.

@@ -25,14 +25,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.core import sharding
 from megatron.core.distributed import finalize, pieces, reduction
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fully_sharded import FullySharded
 from megatron.core.distributed.gathering import WeightGather
-from megatron.core.distributed.layout import Range
 from megatron.core.distributed.pieces import Fill, GroupOf, Member
+from megatron.core.distributed.ranges import Range
 from megatron.core.distributed.reduction import Finish
 from megatron.core.distributed.replicas import shares_of
 from megatron.core.distributed.units import find_units
@@ -70,10 +69,7 @@ class DataParallel:
         everything = {id(p): p for module in modules for p in module.parameters()}
         self._frozen = [p for p in everything.values() if not p.requires_grad]
         for parameter in self._frozen:
-            if not sharding.is_there(parameter):
-                assert fill is not None, "a parameter has no memory, and nobody fills it"
-                parameter.data = torch.empty_like(parameter)
-                fill(parameter)
+            pieces.provide(parameter, fill)
         shared = in_several(modules)
         by_chunk = []
         for parameters in trainable(modules):

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import torch
 
 from megatron.core import comm, held
-from megatron.core.distributed.layout import Range
 from megatron.core.distributed.pieces import Pieces
+from megatron.core.distributed.ranges import Range
 from megatron.core.mesh import Axis, Mesh
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.distributed import reduction
 from megatron.core.distributed.buffers import FlatBuffer
-from megatron.core.distributed.config import IN_FLIGHT
 from megatron.core.distributed.gathering import gather
+from megatron.core.distributed.layout import IN_FLIGHT
 from megatron.core.distributed.reduction import Finish
 from megatron.core.distributed.units import Order, Unit, Watch, watch
 

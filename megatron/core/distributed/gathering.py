@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.core import comm
 from megatron.core.distributed.buffers import FlatBuffer
-from megatron.core.distributed.layout import intersect
+from megatron.core.distributed.ranges import intersect
 from megatron.core.distributed.units import Unit, Watch, watch
 
 

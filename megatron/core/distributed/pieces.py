@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import sharding
-from megatron.core.distributed import layout
-from megatron.core.distributed.config import Strategy
-from megatron.core.distributed.layout import BufferPlan, Grouped, Part, Range
+from megatron.core.distributed.config import Strategy, shares_gradients, shares_weights
+from megatron.core.distributed.layout import BufferPlan, Grouped
+from megatron.core.distributed.ranges import Part, Range, box_ranges, cut, intersect, merge
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Sharding
 
@@ -44,12 +44,12 @@ class Shares:
     @property
     def gradients(self) -> bool:
         """Return whether each rank keeps its share of the gradients only."""
-        return self.strategy in ("optim_grads", "optim_grads_params")
+        return shares_gradients(self.strategy)
 
     @property
     def weights(self) -> bool:
         """Return whether each rank keeps its share of the weights only."""
-        return self.strategy == "optim_grads_params"
+        return shares_weights(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Pieces:
         first = bisect_right(slots, part[0], key=lambda slot: slot.stop)
         last = bisect_left(slots, part[1], key=lambda slot: slot.start)
         for slot, parameter in zip(slots[first:last], self.parameters[first:last], strict=True):
-            common = layout.intersect((slot.start, slot.stop), part)
+            common = intersect((slot.start, slot.stop), part)
             if common is not None:
                 yield Member(
                     sharding.of(parameter),
@@ -166,19 +166,27 @@ class Pieces:
             mine = [
                 (slot.start + start, slot.start + stop)
                 for region in regions_of(sharding.of(parameter))
-                for start, stop in layout.box_ranges(parameter.shape, region.local)
+                for start, stop in box_ranges(parameter.shape, region.local)
             ]
-            ranges += layout.merge(sorted(mine))
+            ranges += merge(sorted(mine))
         return ranges
 
     def cut(self, ranges: Iterable[Range]) -> list[Part]:
         """Return the parts of ``ranges`` that lie in `spans`."""
-        return layout.cut(ranges, self.spans)
+        return cut(ranges, self.spans)
 
 
 def summed_axes(record: Sharding) -> tuple[str, ...]:
     """Return the axes that some region of a parameter is summed over."""
     return tuple(sorted({axis for region in record.regions for axis in region.summed}))
+
+
+def provide(parameter: nn.Parameter, fill: Fill | None) -> None:
+    """Give a parameter without memory some, and its values."""
+    if not sharding.is_there(parameter):
+        assert fill is not None, "a parameter has no memory, and nobody fills it"
+        parameter.data = torch.empty_like(parameter)
+        fill(parameter)
 
 
 def weights(buffers: Iterable[Pieces]) -> Iterator[tuple[Member, Tensor]]:

@@ -12,7 +12,8 @@ and backwards in the model.
 from collections.abc import Sequence
 
 from megatron.core.distributed import layout
-from megatron.core.distributed.layout import BufferPlan, Item, Range, Slot
+from megatron.core.distributed.layout import BufferPlan, Item, Slot
+from megatron.core.distributed.ranges import Range
 from megatron.core.utils import divide, round_up
 
 

@@ -80,7 +80,7 @@ class TorchFsdp:
         assert tuple(dist.get_process_group_ranks(axis.group)) == axis.ranks, axis
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         for parameter in self._frozen:
-            _provide(parameter, fill)
+            pieces.provide(parameter, fill)
         # Losses are views, and nobody writes into what a unit returns.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         shard = functools.partial(
@@ -186,7 +186,7 @@ class _Group:
         self._places = list(_places(modules))
         for owner, name, _ in self._places:
             parameter = getattr(owner, name)
-            _provide(parameter, fill)
+            pieces.provide(parameter, fill)
             parameter.data = parameter.data.to(kept)
         shard(list(modules) if len(modules) > 1 else modules[0])
         unit = modules[0]
@@ -248,14 +248,6 @@ class _Sum(_Communication):
         if self._divisor > 1:
             input_tensor.div_(self._divisor)
         comm.reduce_scatter_into(output_tensor, input_tensor, self._axis)
-
-
-def _provide(parameter: nn.Parameter, fill: Fill | None) -> None:
-    """Give a parameter without memory some, and its values."""
-    if not sharding.is_there(parameter):
-        assert fill is not None, "a parameter has no memory, and nobody fills it"
-        parameter.data = torch.empty_like(parameter)
-        fill(parameter)
 
 
 def _grouped(units: Sequence[Unit]) -> list[list[nn.Module]]:

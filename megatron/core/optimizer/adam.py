@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.kernels import table
 from megatron.core.kernels.adam import AdamStep
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.update import Ranges, Step
 
@@ -21,8 +22,7 @@ from megatron.core.optimizer.update import Ranges, Step
 class Adam:
     """The update rule of ``--optimizer adam``."""
 
-    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    needs_whole = False
+    needs_whole = rules.needs_whole("adam")
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1, self.beta2 = config.adam_beta1, config.adam_beta2

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.utils import UserError, human_count, nearest
 
@@ -77,7 +78,7 @@ class Group:
     @property
     def needs_whole(self) -> bool:
         """Return whether the rule takes whole matrices only."""
-        return self.rule == "muon"
+        return rules.needs_whole(self.rule)
 
     def settings(self, rates: Rates) -> Settings:
         """Return the settings of one iteration."""
@@ -117,10 +118,10 @@ def grouping(config: OptimizerConfig) -> GroupOf:
         rule = matrix_rule if parameter.matrix else scalar_rule
         if override is not None and override.rule is not None:
             rule = override.rule
-            if rule == "muon" and not parameter.matrix:
+            if rules.needs_whole(rule) and not parameter.matrix:
                 raise UserError(
-                    f"--param-group-overrides {override.pattern}:optimizer=muon matches "
-                    f"{parameter.name}, which is no matrix that Muon can update"
+                    f"--param-group-overrides {override.pattern}:optimizer={rule} matches "
+                    f"{parameter.name}, which is no matrix that it can update"
                 )
         apart = config.decoupled_lr is not None and parameter.embedding
         words = [rule] if len(config.rules) > 1 else []

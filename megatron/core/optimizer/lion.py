@@ -7,6 +7,7 @@ Without decoupling ``wd p`` is added to ``g`` instead. Every weight moves by the
 that wants to be some three to ten times smaller than Adam's.
 """
 
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.update import Ranges, Step, unscale
 
@@ -14,8 +15,7 @@ from megatron.core.optimizer.update import Ranges, Step, unscale
 class Lion:
     """The update rule of ``--optimizer lion``."""
 
-    state_names: tuple[str, ...] = ("exp_avg",)
-    needs_whole = False
+    needs_whole = rules.needs_whole("lion")
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1, self.beta2 = config.lion_beta1, config.lion_beta2

@@ -5,8 +5,10 @@
 
 from collections.abc import Sequence
 
-from megatron.core.distributed.config import Strategy
-from megatron.core.distributed.layout import BufferPlan, first_elements
+from megatron.core.distributed.config import Strategy, shares_gradients, shares_weights
+from megatron.core.distributed.layout import BufferPlan
+from megatron.core.distributed.ranges import first_elements
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.utils import divide
@@ -16,13 +18,8 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 def state_bytes(rule: str, config: OptimizerConfig, precision: PrecisionConfig) -> int:
     """Return the bytes of what an update rule keeps for each parameter."""
-    if rule == "adam":
-        return sum(BYTES[dtype] for dtype in precision.state_dtypes.values())
-    if rule == "lion":
-        return BYTES[precision.state_dtypes["exp_avg"]]
-    assert rule in ("muon", "sgd"), rule
-    has_momentum = rule == "muon" or config.sgd_momentum
-    return BYTES[precision.accumulation_dtype] if has_momentum else 0
+    dtypes, others = precision.state_dtypes, precision.accumulation_dtype
+    return sum(BYTES[dtypes.get(name, others)] for name in rules.states(rule, config))
 
 
 def predict(
@@ -53,8 +50,8 @@ def predict(
     size = sum(plan.size for plan in plans)
     share = divide(size, shares)
     has_masters = weight != precision.main_dtype
-    weights = share if strategy == "optim_grads_params" else size
-    gradients = share if strategy in ("optim_grads", "optim_grads_params") else size
+    weights = share if shares_weights(strategy) else size
+    gradients = share if shares_gradients(strategy) else size
     master = BYTES[precision.main_dtype]
     # Weights are rounded on the host, where they are coarser than masters.
     on_host = master + BYTES[gradient] + (BYTES[weight] if has_masters else 0)

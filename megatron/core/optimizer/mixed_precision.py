@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron.core.distributed import layout
-from megatron.core.distributed.layout import Part, Range
 from megatron.core.distributed.pieces import Member, Pieces
+from megatron.core.distributed.ranges import Part, Range, cut, intersect
 from megatron.core.optimizer.update import Ranges, Signals, Step, UpdateRule
 
 AT_ONCE = 1 << 22
@@ -90,7 +89,7 @@ class Shard:
             cuts: list[tuple[int, slice]] = []
             members: list[Member] = []
             for number, span in enumerate(self.spans):
-                common = layout.intersect(segment, span)
+                common = intersect(segment, span)
                 if common is None:
                     continue
                 members += buffer.members(common, len(cuts))
@@ -113,7 +112,7 @@ class Shard:
 
     def cut(self, ranges: Iterable[Range]) -> list[Part]:
         """Return the parts of the buffer's ``ranges`` that lie in `spans`."""
-        return layout.cut(ranges, self.spans)
+        return cut(ranges, self.spans)
 
     def kinds(self) -> dict[str, list[Tensor]]:
         """Return masters and states by name, each cut like `spans`."""

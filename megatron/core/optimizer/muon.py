@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron.core.distributed.pieces import Member
 from megatron.core.mesh import Mesh
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.matrices import Block, Matrix, learn_peers
 from megatron.core.optimizer.newton_schulz import orthogonalise, schedule
@@ -42,8 +43,7 @@ QKV = ("query", "key", "value")
 class Muon:
     """The update rule of matrices under ``--optimizer muon``."""
 
-    state_names: tuple[str, ...] = ("momentum_buffer",)
-    needs_whole = True
+    needs_whole = rules.needs_whole("muon")
 
     def __init__(self, config: OptimizerConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.distributed import layout
-from megatron.core.distributed.layout import Part
+from megatron.core.distributed.ranges import Part, intersect
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import clip
 from megatron.core.optimizer.mixed_precision import Shard
@@ -92,7 +92,7 @@ class Norms:
             ranges = layout.bridge_gaps(buffer.owned_ranges(self._mesh), buffer.plan)
             parts = []
             for group, segment in buffer.plan.segments:
-                inside = [layout.intersect(segment, each) for each in ranges]
+                inside = [intersect(segment, each) for each in ranges]
                 parts.append((group, shard.cut(filter(None, inside))))
             found.append(parts)
         return found

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.layout import Part
 from megatron.core.distributed.pieces import Pieces
+from megatron.core.distributed.ranges import Part
 from megatron.core.optimizer.mixed_precision import Dtypes, Shard
 from megatron.core.optimizer.update import Signals
 

@@ -14,7 +14,7 @@ and its state, and never looks at it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import comm, sharding
-from megatron.core.distributed import layout
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.pieces import Fill, Pieces
+from megatron.core.distributed.ranges import first_part
 from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Axis, Mesh
-from megatron.core.optimizer import clip, groups
+from megatron.core.optimizer import clip, groups, rules
 from megatron.core.optimizer.adam import Adam
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.groups import Entry, Group, Rates
@@ -43,7 +43,12 @@ from megatron.core.optimizer.update import Signals, Step, UpdateRule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.precision.loss_scaler import LossScaler
 
-RULES: dict[str, type[Adam | SGD | Lion]] = {"adam": Adam, "sgd": SGD, "lion": Lion}
+RULES: Mapping[str, Callable[[OptimizerConfig, Mesh], UpdateRule]] = {
+    "adam": lambda config, mesh: Adam(config),
+    "sgd": lambda config, mesh: SGD(config),
+    "lion": lambda config, mesh: Lion(config),
+    "muon": Muon,
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Optimizer:
     ) -> None:
         self.config, self.data_parallel, self.mesh = config, data_parallel, mesh
         self.dtypes, self.scaler = dtypes, scaler
-        self._rules: dict[str, UpdateRule] = {n: _rule(n, config, mesh) for n in config.rules}
+        self._rules: dict[str, UpdateRule] = {n: RULES[n](config, mesh) for n in config.rules}
         self.shards = [shard for buffer in data_parallel.buffers for shard in self._shards(buffer)]
         self._learn_parts()
         group_of = groups.grouping(config)
@@ -92,8 +97,8 @@ class Optimizer:
 
     def _shards(self, buffer: Pieces) -> Iterator[Shard]:
         """Yield what this rank updates of a buffer: on the host, and on the device."""
-        config, names = self.config, self._rules[buffer.plan.rule].state_names
-        host, device = layout.first_part(buffer.spans, config.offloaded_fraction)
+        config, names = self.config, rules.states(buffer.plan.rule, self.config)
+        host, device = first_part(buffer.spans, config.offloaded_fraction)
         if host:
             pins = (config.pin_cpu_grads, config.pin_cpu_params)
             overlaps = config.overlap_cpu_optimizer_d2h_h2d
@@ -228,10 +233,6 @@ class Optimizer:
             "states": sum(t.nbytes for s in here for kept in s.states.values() for t in kept),
             "host": sum(s.host_bytes for s in self.shards if isinstance(s, HostShard)),
         }
-
-
-def _rule(name: str, config: OptimizerConfig, mesh: Mesh) -> UpdateRule:
-    return Muon(config, mesh) if name == "muon" else RULES[name](config)
 
 
 def build_optimizer(

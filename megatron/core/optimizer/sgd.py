@@ -5,6 +5,7 @@ With ``b`` the momentum buffer, ``b = momentum b + g + wd p`` and then ``p = p -
 
 import torch
 
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.update import Ranges, Step
 
@@ -12,12 +13,10 @@ from megatron.core.optimizer.update import Ranges, Step
 class SGD:
     """The update rule of ``--optimizer sgd``."""
 
-    state_names: tuple[str, ...]
-    needs_whole = False
+    needs_whole = rules.needs_whole("sgd")
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.momentum = config.sgd_momentum
-        self.state_names = ("momentum_buffer",) if self.momentum else ()
 
     def takes_as_kept(self, ranges: Ranges) -> bool:
         """Return False: ranges of several dtypes are widened; see `UpdateRule`."""

@@ -61,9 +61,8 @@ def unscale(grad: Tensor, step: Step) -> tuple[Tensor, Tensor]:
 class UpdateRule(Protocol):
     """How ranges are updated from their gradients."""
 
-    state_names: tuple[str, ...]
     needs_whole: bool
-    """The parts of parameters that it gets must be whole ones; it looks at `Ranges.members`."""
+    """See `rules`; such a rule looks at `Ranges.members`."""
 
     def update(self, ranges: Ranges, step: Step) -> None:
         """Update parameters and states in place; gradients may be scaled in place.

@@ -21,8 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.core.distributed.config import IN_FLIGHT
-from megatron.core.distributed.layout import BufferPlan
+from megatron.core.distributed.layout import IN_FLIGHT, BufferPlan
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide

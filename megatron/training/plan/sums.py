@@ -10,7 +10,8 @@ each makes all of the update.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.core.distributed.layout import BufferPlan, Range, intersect
+from megatron.core.distributed.layout import BufferPlan
+from megatron.core.distributed.ranges import Range, intersect
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig

@@ -23,7 +23,8 @@ What torch's ``fully_shard`` moves is in `traffic_torch`.
 
 from collections.abc import Iterator, Mapping
 
-from megatron.core.distributed.layout import BufferPlan, intersect
+from megatron.core.distributed.layout import BufferPlan
+from megatron.core.distributed.ranges import intersect
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
