@@ -13,6 +13,7 @@ from megatron.training.flags.flag_status import Row
 if TYPE_CHECKING:  # torch is imported when the flags are in order: --help does without
     from megatron.core.dist_checkpointing.catalog import Name
     from megatron.core.dist_checkpointing.reader import Checkpoint
+    from megatron.training.checkpoints.remade import View
 
 PROGRAM = "checkpoint"
 # Names of the old tool for what is found out here, or has no meaning.
@@ -210,24 +211,39 @@ def write_ours(
     save: str, name: "Name", shapes: Mapping[str, Any], read: Any, facts: Any, files: int
 ) -> None:
     """Write a checkpoint of ours and, in a folder without one, the tracker."""
-    from megatron.core.dist_checkpointing import catalog, stream
-    from tools.checkpoint_reading import Bar, say
+    from megatron.core.dist_checkpointing import stream
+    from tools.checkpoint_reading import Bar
 
-    root = Path(save)
-    final = root / catalog.folder_name(name)
-    if final.exists():
-        raise UserError(f"{final} exists already; give another --save, or remove it")
+    final = _new_folder(save, name)
     with Bar(sum(shape.bytes for shape in shapes.values()), "wrote") as bar:
         index = stream.write(final, shapes, read, facts, files=files, told=bar)
+    _track(Path(save), name)
+    print(
+        f"wrote {final}: {len(index.tensors)} tensors, {human_bytes(index.bytes)} in "
+        f"{len(index.files)} file(s), hash {index.hash}"
+    )
+
+
+def _new_folder(save: str, name: "Name") -> Path:
+    """Return the folder of a checkpoint that is not there yet."""
+    from megatron.core.dist_checkpointing import catalog
+
+    final = Path(save) / catalog.folder_name(name)
+    if final.exists():
+        raise UserError(f"{final} exists already; give another --save, or remove it")
+    return final
+
+
+def _track(root: Path, name: "Name") -> None:
+    """Let the tracker name a checkpoint, unless it names another one."""
+    from megatron.core.dist_checkpointing import catalog
+    from tools.checkpoint_reading import say
+
     tracked = catalog.read_tracker(root)
     if tracked is None:
         catalog.write_tracker(root, name)
     else:
         say(f"{root / catalog.TRACKER} still names {tracked}")
-    print(
-        f"wrote {final}: {len(index.tensors)} tensors, {human_bytes(index.bytes)} in "
-        f"{len(index.files)} file(s), hash {index.hash}"
-    )
 
 
 def _convert_ours(config: ConvertConfig) -> int:
@@ -236,17 +252,40 @@ def _convert_ours(config: ConvertConfig) -> int:
     from megatron.training.checkpoints import remade
     from tools.checkpoint_reading import open_checkpoint
 
-    if config.target != "megatron":
-        raise UserError(f"--to {config.target} is not built yet; --to megatron and --to hf are")
     dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
     with open_checkpoint(config.load, config.ckpt_step) as source:
         found = "megatron" if source.format == FORMAT else source.format
         if config.source not in (None, found):
             raise UserError(f"--from {config.source}: {source.folder} is in the format {found}")
         _not_in_place(source.folder, config.save)
+        _take_rows(source, config.tokenizer)
         with_optimizer = config.optim and source.facts.get("parts", {}).get("optimizer", False)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=with_optimizer)
-        facts = remade.without_layout(facts)
+        if config.target == "megatron":
+            facts = remade.without_layout(facts)
         view = remade.View(source, facts, dtype=dtype, with_optimizer=with_optimizer)
-        write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
+        if config.target == "torch_dist":
+            write_torch_dist(config.save, _name_of(source), view)
+        else:
+            write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
     return 0
+
+
+def _take_rows(source: "Checkpoint", tokenizer: TokenizerConfig) -> None:
+    """Let --vocab-size say how many rows of another program's vocabulary are no padding."""
+    if tokenizer.vocab_size is not None:
+        ids = tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
+        source.facts.setdefault("vocabulary_rows", ids)
+
+
+def write_torch_dist(save: str, name: "Name", view: "View") -> None:
+    """Write a checkpoint of Megatron-core's and, in a folder without one, the tracker."""
+    from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
+    from tools.checkpoint_reading import Bar
+
+    final = _new_folder(save, name)
+    with Bar(sum(shape.bytes for shape in view.shapes.values()), "wrote") as bar:
+        export_torch_dist(view, final, bar)
+    _track(Path(save), name)
+    size = sum(path.stat().st_size for path in final.iterdir())
+    print(f"wrote {final}: {len(view.shapes)} tensors, {human_bytes(size)}, as torch_dist")

@@ -8,8 +8,10 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.utils import UserError
 from tests.harness import Pool
 from tests.programs import ROOT, Rows, assert_rows_equal, launch, metrics
+from tools import checkpoint
 
 CASES = ROOT / "tests" / "data" / "mcore_trajectories"
 DATA = "--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --eval-iters 0 --num-workers 0"
@@ -100,3 +102,24 @@ def test_a_checkpoint_of_megatrons_keeps_its_objective(
     # A flag is a wish, and the difference is told.
     assert pretrain_gpt.main(own(tmp_path, *load, "--calculate-per-token-loss")) == 0
     assert "objective was microbatches in the checkpoint and is tokens" in capfd.readouterr().out
+
+
+def test_the_tool_converts_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = CASES / "llama" / "dist_ckpt_iter5"
+    words = ["convert", "--load", str(source), "--save"]
+    with pytest.raises(UserError, match="does not say how many are true; give --vocab-size"):
+        checkpoint.main([*words, "ours"])
+    assert checkpoint.main([*words, "ours", "--vocab-size", "128"]) == 0
+    back = ["convert", "--load", "ours", "--save", "theirs", "--to", "torch_dist"]
+    assert checkpoint.main(back) == 0
+    assert "as torch_dist" in capsys.readouterr().out
+    with pytest.raises(UserError, match="exists already"):
+        checkpoint.main(back)
+    for folder in ("ours", "theirs"):
+        assert checkpoint.main(["verify", folder]) == 0
+    assert checkpoint.main(["diff", "theirs", str(source), "--only", "model."]) == 0
+    assert checkpoint.main(["diff", "theirs", str(source), "--only", "optimizer."]) == 0
+    assert checkpoint.main(["diff", "ours", "theirs"]) == 0
+    with Checkpoint(tmp_path / "theirs" / "iter_0000005") as exported:
+        assert exported.facts["vocabulary_rows"] == 128
+        assert exported.facts["schedule"]["decay"] == 1000

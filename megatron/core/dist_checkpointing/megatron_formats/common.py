@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.format import Index
+from megatron.core.dist_checkpointing.megatron_formats.state import ROWS
 from megatron.core.dist_checkpointing.megatron_formats.unpickling import plain
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
@@ -32,7 +33,7 @@ def facts(state: Mapping[str, Any], *, has_states: bool, buckets: bool = False) 
     """Return what our own checkpoints would say.
 
     ``progress`` is None where the checkpoint does not tell the number of samples, and ``tokenizer``
-    and the size of the vocabulary are absent: nobody stored them.
+    and the size of the vocabulary are absent: Megatron-LM stores neither.
 
     Args:
         state: the state that is no tensor.
@@ -58,6 +59,8 @@ def facts(state: Mapping[str, Any], *, has_states: bool, buckets: bool = False) 
     if "calculate_per_token_loss" in args:
         per_token = bool(args["calculate_per_token_loss"])
         found["objective"] = "tokens" if per_token else "microbatches"
+    if ROWS in args:
+        found["vocabulary_rows"] = args[ROWS]
     return found
 
 
@@ -137,6 +140,7 @@ def mark_padding(index: Index) -> None:
     config = index.facts["config"]
     multiple = int(config.get("make_vocab_size_divisible_by", 128))
     multiple *= int(config.get("tensor_model_parallel_size", 1))
+    rows = index.facts.get("vocabulary_rows")
     for key, tensor in index.tensors.items():
-        if key.endswith(VOCABULARY):
+        if key.endswith(VOCABULARY) and tensor.shape[0] != rows:
             tensor.padded_to = multiple

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+ROWS = "vocabulary_rows"
+"""An argument of our exports: how many rows stand for an id, which Megatron-LM does not store."""
 _VERSION = 3.0
 """Of Megatron-LM's checkpoints today."""
 
@@ -72,7 +74,7 @@ def _arguments(facts: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[st
     if "objective" in facts:
         config["calculate_per_token_loss"] = facts["objective"] == "tokens"
     if "vocabulary_rows" in facts:
-        config["padded_vocab_size"] = facts["vocabulary_rows"]
+        config["padded_vocab_size"] = config[ROWS] = facts["vocabulary_rows"]
     return config
 
 
