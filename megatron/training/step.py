@@ -136,6 +136,8 @@ class TrainStep:
         if not totals.is_finite:
             what = _where(totals)
             if self.optimizer.scaler.is_dynamic:
+                # The gradients are no more finite than the loss. That ends a row of steps without
+                # an overflow, as in Megatron-LM, although a smaller scale is no cure.
                 self.optimizer.scaler.update(overflow=True)
                 what += " (fp16 ends at 65504, which is no matter of the loss scale; try --bf16)"
             self.health.non_finite(what, plan.iteration, plan.samples)

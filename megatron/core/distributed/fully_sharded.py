@@ -8,13 +8,15 @@ way:
     backward    | gather n | unit n, gather n-1 | reduce n, unit n-1, gather n-2 | ...
 
 Memory for a unit's gradients is there from the begin of its backward until their sum over replicas
-is added to this rank's share; two units' at most. So every microbatch is reduced on its own, which
+is added to this rank's share: two units', and those of a tied embedding from its first use to its
+last. So every microbatch is reduced on its own, which
 costs as many times the traffic of one reduction per iteration as there are microbatches.
 
 A buffer's weights are held by counting: a forward may come inside a backward, where a unit is
 computed again. When the gradients of a backward are complete, autograd's hook tells (see
 `data_parallel`); sums are started in one order, equal on all ranks. Where a schedule splits the
-backward, weights are given up after its first part and gradients are summed after its second.
+backward, weights are given up after its first part and gradients are summed after its second, so
+that those of all units are there in between.
 """
 
 from collections.abc import Callable, Iterable, Sequence

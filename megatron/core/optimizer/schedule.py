@@ -179,21 +179,7 @@ def build_schedule(
     length = train_iters if train_iters is not None else train_samples
     if length is None:
         raise UserError("the length of the run is missing; give --train-iters or --train-samples")
-    _check_unit(config, unit)
-    if unit == "iterations":
-        decay, warmup, wsd = (
-            config.lr_decay_iters,
-            config.lr_warmup_iters,
-            config.lr_wsd_decay_iters,
-        )
-    else:
-        decay, warmup = config.lr_decay_samples, config.lr_warmup_samples
-        wsd = config.lr_wsd_decay_samples
-    # A run of zero iterations (evaluation only) still has a schedule, of one unit.
-    decay = max(decay or length, 1)
-    if config.lr_warmup_fraction is not None:
-        warmup = round(config.lr_warmup_fraction * decay)
-    _check_lengths(config, unit, decay=decay, warmup=warmup, wsd=wsd)
+    decay, warmup, wsd = _lengths(config, unit, length)
     constant = config.weight_decay_incr_style == "constant"
     start = weight_decay if constant else config.start_weight_decay
     end = weight_decay if constant else config.end_weight_decay
@@ -219,6 +205,26 @@ def build_schedule(
         decoupled_lr=decoupled_lr,
         decoupled_min_lr=decoupled_min_lr,
     )
+
+
+def _lengths(config: ScheduleConfig, unit: Unit, length: int) -> tuple[int, int, int | None]:
+    """Return the lengths of decay, warm-up and the fall of a WSD schedule, checked."""
+    _check_unit(config, unit)
+    if unit == "iterations":
+        decay, warmup, wsd = (
+            config.lr_decay_iters,
+            config.lr_warmup_iters,
+            config.lr_wsd_decay_iters,
+        )
+    else:
+        decay, warmup = config.lr_decay_samples, config.lr_warmup_samples
+        wsd = config.lr_wsd_decay_samples
+    # A run of zero iterations (evaluation only) still has a schedule, of one unit.
+    decay = max(decay or length, 1)
+    if config.lr_warmup_fraction is not None:
+        warmup = round(config.lr_warmup_fraction * decay)
+    _check_lengths(config, unit, decay=decay, warmup=warmup, wsd=wsd)
+    return decay, warmup, wsd
 
 
 def _decoupled_end(config: ScheduleConfig, peak: float, end: float | None) -> float:

@@ -218,11 +218,6 @@ def all_parameters(model: TransformerConfig, rows: int) -> Iterator[ParameterSha
     return stage_parameters(model, rows, whole)
 
 
-def parameter_count(model: TransformerConfig, rows: int) -> int:
-    """Return the parameters of the whole model, for a vocabulary of ``rows`` rows."""
-    return sum(parameters_by_kind(model, rows).values())
-
-
 def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int) -> int:
     """Return the operations that training on one sample takes, by Megatron-LM's formula.
 

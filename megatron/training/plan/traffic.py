@@ -7,6 +7,75 @@ tests compare them with what `comm.counting` counts in real iterations, to the b
 Bytes are payload as `comm` counts it: the full tensor of a call, what an all-gather returns and
 what a reduce-scatter takes. `wire_bytes` says what of that leaves a rank. The part of forwards and
 backwards is in `traffic_passes`.
+
+A training iteration, from zero_grad to the new weights, moves what the table has. There t, c are
+the ranks along tp, cp; m the microbatches of a replica; N = B S/c the tokens of a microbatch on a
+rank; H the hidden size; L the rank's layers in v chunks; n, g the query and key heads of a
+tensor-parallel rank (g at least 1), D their channels, k = 2 g D; e the bytes of a weight, a those
+of a sum (4, or 8 with --fp64). Each line is (calls) x (bytes of one), all directions together. Axes
+of one rank move nothing.
+
+    tp              all_reduce      4 m L x N H e       exits forward, entries backward
+                    all_reduce      m x N H e           embedding, forward
+                    all_reduce      m x N H e           head, backward
+                    all_reduce      m x N a, m x 3 N a  cross entropy: maximum; sums
+    tp, sequence    all_gather      6 m L x N H e       entries (again in backward), exits back
+    parallel        reduce_scatter  4 m L x N H e       exits, entries back
+                    each of them    m x N H e           embedding
+                    all_gather      2 m x N H e         head, forward and again in backward
+                    reduce_scatter  m x N H e           head, backward
+                    all_reduce      m x N a, m x 3 N a  cross entropy
+                    all_reduce      v x elements a      gradients of norms and biases, which
+                                                        see a part of the tokens
+    tp              all_reduce      v x elements a      gradients of query and key norms, which
+                                                        see a part of the heads
+    kv_replica      all_reduce      v x L/v k (H + 1) a   key and value rows that several
+                                                        ranks hold; no 1 without biases
+    cp, p2p         shift           2 (c-1) m L x N k e   keys and values, forward and backward
+                    shift           (c-1) m L x N k a     their gradients
+    cp, all_gather  all_gather      2 m L x c N k e       keys and values, twice
+                    reduce_scatter  m L x c N k a         their gradients
+    cp, a2a         all_to_all      2 m L x N (n D + r k) e   with r = lcm(g, c) / g copies
+                    all_to_all      2 m L x N n D e           outputs
+    cp_inner        all_to_all      as a2a, with the inner size for c
+    cp_outer        shift           as p2p, with the outer size for c, and r k for k
+    cp              all_reduce      m x a               tokens of a microbatch, last stage,
+                                                        with --no-calculate-per-token-loss
+    pp              send, receive   m x N H e each (a t-th of it with sequence parallelism) for
+                                    every neighbour of a stage that is on another rank:
+                                    activations one way, gradients the other; on any schedule
+    ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
+                                                        embedding copied for K > 0
+    dp_cp           all_reduce      1 x elements g      for every bucket, padding included
+    world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
+                    all_reduce      1 x 8               norm of weights, --log-params-norm
+                    all_reduce      1 x 8 x groups      --log-grad-norms-by-group
+
+What replicas share out travels in other ways (`traffic_shares`); g are the bytes in which
+gradients travel.
+
+Multi-latent attention enters its heads three times: as wide as the queries' latent (or H), as
+that of keys and values, and as the rotary key, which is not gathered again; g is n, and values
+have channels of their own. With --tp-comm-overlap and sequence parallelism, gathers forward and
+scatters backward of entries, and all of exits, are t - 1 shifts of N H e / t each instead,
+embedding aside (through `comm`; torch's own fused operators, which move as much, it cannot
+count).
+
+Each of K layers of multi-token prediction adds, on the last stage, what a layer, an embedding
+and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
+modes of the loss, and totals K numbers more.
+
+Where head and loss work on q > 1 pieces of the sequence (--logits-at-once), the head's input is
+not gathered again, and cross entropy makes its two calls for every piece, forward and backward:
+as many bytes in each direction.
+
+Muon moves what `traffic_updates` says.
+
+What is recomputed makes the calls of its forward again in backward; for the inputs of whole
+layers that ranks share (--distribute-saved-activations) comes an all_gather of N H e over tp.
+
+Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
+checkpoints, evaluation.
 """
 
 from collections.abc import Mapping
@@ -29,76 +98,7 @@ NORM = 2
 def expected(
     config: RunConfig, padded_rows: int, num_microbatches: int, coordinates: Mapping[str, int]
 ) -> Costs:
-    """Return what a rank moves in one training iteration, from zero_grad to the new weights.
-
-    In the table, t, c are the ranks along tp, cp; m the microbatches of a replica; N = B S/c the
-    tokens of a microbatch on a rank; H the hidden size; L the rank's layers in
-    v chunks; n, g the query and key
-    heads of a tensor-parallel rank (g at least 1), D their channels, k = 2 g D; e the bytes of a
-    weight, a those of a sum (4, or 8 with --fp64). Each line is (calls) x (bytes of one), all
-    directions together. Axes of one rank move nothing.
-
-        tp              all_reduce      4 m L x N H e       exits forward, entries backward
-                        all_reduce      m x N H e           embedding, forward
-                        all_reduce      m x N H e           head, backward
-                        all_reduce      m x N a, m x 3 N a  cross entropy: maximum; sums
-        tp, sequence    all_gather      6 m L x N H e       entries (again in backward), exits back
-        parallel        reduce_scatter  4 m L x N H e       exits, entries back
-                        each of them    m x N H e           embedding
-                        all_gather      2 m x N H e         head, forward and again in backward
-                        reduce_scatter  m x N H e           head, backward
-                        all_reduce      m x N a, m x 3 N a  cross entropy
-                        all_reduce      v x elements a      gradients of norms and biases, which
-                                                            see a part of the tokens
-        tp              all_reduce      v x elements a      gradients of query and key norms, which
-                                                            see a part of the heads
-        kv_replica      all_reduce      v x L/v k (H + 1) a   key and value rows that several
-                                                            ranks hold; no 1 without biases
-        cp, p2p         shift           2 (c-1) m L x N k e   keys and values, forward and backward
-                        shift           (c-1) m L x N k a     their gradients
-        cp, all_gather  all_gather      2 m L x c N k e       keys and values, twice
-                        reduce_scatter  m L x c N k a         their gradients
-        cp, a2a         all_to_all      2 m L x N (n D + r k) e   with r = lcm(g, c) / g copies
-                        all_to_all      2 m L x N n D e           outputs
-        cp_inner        all_to_all      as a2a, with the inner size for c
-        cp_outer        shift           as p2p, with the outer size for c, and r k for k
-        cp              all_reduce      m x a               tokens of a microbatch, last stage,
-                                                            with --no-calculate-per-token-loss
-        pp              send, receive   m x N H e each (a t-th of it with sequence parallelism) for
-                                        every neighbour of a stage that is on another rank:
-                                        activations one way, gradients the other; on any schedule
-        ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
-                                                            embedding copied for K > 0
-        dp_cp           all_reduce      1 x elements g      for every bucket, padding included
-        world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
-                        all_reduce      1 x 8               norm of weights, --log-params-norm
-                        all_reduce      1 x 8 x groups      --log-grad-norms-by-group
-
-    What replicas share out travels in other ways (`traffic_shares`); g are the bytes in which
-    gradients travel.
-
-    Multi-latent attention enters its heads three times: as wide as the queries' latent (or H), as
-    that of keys and values, and as the rotary key, which is not gathered again; g is n, and values
-    have channels of their own. With --tp-comm-overlap and sequence parallelism, gathers forward and
-    scatters backward of entries, and all of exits, are t - 1 shifts of N H e / t each instead,
-    embedding aside (through `comm`; torch's own fused operators, which move as much, it cannot
-    count).
-
-    Each of K layers of multi-token prediction adds, on the last stage, what a layer, an embedding
-    and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
-    modes of the loss, and totals K numbers more.
-
-    Where head and loss work on q > 1 pieces of the sequence (--logits-at-once), the head's input is
-    not gathered again, and cross entropy makes its two calls for every piece, forward and backward:
-    as many bytes in each direction.
-
-    Muon moves what `traffic_updates` says.
-
-    What is recomputed makes the calls of its forward again in backward; for the inputs of whole
-    layers that ranks share (--distribute-saved-activations) comes an all_gather of N H e over tp.
-
-    Left out is what does not belong to every iteration: timers across ranks, checks of replicas,
-    checkpoints, evaluation.
+    """Return what a rank moves in one training iteration; the table is on top.
 
     Args:
         config: the run; its world size is that of the process config.
@@ -127,7 +127,7 @@ def expected(
 def expected_evaluation(
     config: RunConfig, padded_rows: int, num_microbatches: int, coordinates: Mapping[str, int]
 ) -> Costs:
-    """Return what a rank moves in one evaluation: the forward parts of `expected`, and totals."""
+    """Return what a rank moves in one evaluation: the forward parts of the table, and totals."""
     book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
     add_gathers(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
