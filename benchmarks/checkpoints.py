@@ -7,7 +7,9 @@ each round the contestants take turns on the same disk:
 
     plain write     one process, one thread: chunks of 16 MB one after the other, then fsync
     save            the state of one process, published: checksums, index, fsync of all of it
-    stall           of --async-save: what training waits for, copies to publication
+    stall           of --async-save: what training waits for, from begin to publication, when its
+                    next forward and backward (products of matrices here) take --compute seconds
+    stall at once   the same, when the next update comes at once
     save by ranks   a state that all of --ranks processes hold alike, each byte written once
     plain read      one process, one thread, into memory that is there; the file is not in the cache
     load            the same, boxes into place; with all checksums compared first, and without
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from megatron.core import comm
 from megatron.core.dist_checkpointing import plan
 from megatron.core.dist_checkpointing.background import BackgroundSave
 from megatron.core.dist_checkpointing.format import CHUNK
@@ -51,7 +54,7 @@ WIDTH = 1024
 def state(megabytes: int) -> list[Item]:
     """Return a toy's tensors, in fp32, of about so many MB."""
     rows = megabytes * MB // 4 // WIDTH
-    memory = torch.randn(rows * WIDTH, generator=torch.Generator().manual_seed(1))
+    memory = torch.arange(rows * WIDTH, dtype=torch.int32).view(torch.float32)
     sizes = {"embedding": rows // 4}
     while sum(sizes.values()) + 800 < rows:
         sizes[f"matrix.{len(sizes)}"] = 768
@@ -103,10 +106,31 @@ def save_by_ranks(rank: int, folder: str, megabytes: int) -> float:
     """Be one of several ranks that hold the same state: save it, and return the seconds."""
     mesh = Mesh.create(ParallelConfig.resolve(), torch.device("cpu"))
     mine = plan.spread(state(megabytes), rank, mesh.world.size)
+    comm.barrier(mesh.world)
     return timed(lambda: save(mine, Path(folder), {}, mesh.world))
 
 
-def one_round(folder: Path, items: list[Item], buffer: HostBuffer) -> dict[str, float]:
+def stall(items: list[Item], folder: Path, buffer: HostBuffer, compute: float) -> float:
+    """Save beside work; return the seconds that the work has waited."""
+    matrix, world = torch.randn(512, 512), Mesh.serial().world
+    begin = time.perf_counter()
+    under_way = BackgroundSave(items, folder, {}, world, buffer)
+    waited = time.perf_counter() - begin
+    while time.perf_counter() - begin < compute:
+        matrix = torch.tanh(matrix @ matrix)
+    waited += timed(under_way.settle)
+    while True:
+        matrix = torch.tanh(matrix @ matrix)
+        begin = time.perf_counter()
+        written = under_way.written(torch.device("cpu"))
+        waited += time.perf_counter() - begin
+        if written:
+            return waited + timed(under_way.finish)
+
+
+def one_round(
+    folder: Path, items: list[Item], buffer: HostBuffer, compute: float
+) -> dict[str, float]:
     """Return the seconds of every contestant in one process."""
     world, size = Mesh.serial().world, stage(items).bytes
     shutil.rmtree(folder)
@@ -116,12 +140,8 @@ def one_round(folder: Path, items: list[Item], buffer: HostBuffer) -> dict[str, 
         "plain write": timed(lambda: plain_write(plain, size)),
         "save": timed(lambda: save(items, ours, {}, world)),
     }
-    begin = time.perf_counter()
-    under_way = BackgroundSave(items, folder / "beside", {}, world, buffer)
-    found["stall"] = time.perf_counter() - begin
-    while not under_way.written(torch.device("cpu")):
-        time.sleep(0.01)
-    found["stall"] += timed(under_way.finish)
+    for name, seconds in (("stall", compute), ("stall at once", 0.0)):
+        found[name] = stall(items, folder / name, buffer, seconds)
     out = memoryview(bytearray(size))
     out[::4096] = bytes(len(out[::4096]))  # its pages are there, as those of the state are
     forget(plain)
@@ -142,6 +162,7 @@ def ratios(one: dict[str, float]) -> dict[str, float]:
         "load": one["plain read"] / one["load"],
         "load, checked": one["plain read"] / one["load, checked"],
         "stall": one["stall"] / one["save"],
+        "stall at once": one["stall at once"] / one["save"],
     }
     if "save by ranks" in one:
         found["save by ranks"] = one["plain write"] / one["save by ranks"]
@@ -161,7 +182,7 @@ def report(rounds: Sequence[dict[str, float]], megabytes: float) -> dict[str, di
     for name, row in found.items():
         ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
         aim = f" (aim {AIMS[name]})" if name in AIMS else ""
-        rate = "" if name == "stall" else f"{row['mb_per_second']:.0f}"
+        rate = "" if name.startswith("stall") else f"{row['mb_per_second']:.0f}"
         print(f"{name:14}  {row['seconds']:7.3f}  {rate:>6}  {ratio}{aim}")
     return found
 
@@ -172,6 +193,7 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=512, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=8, help="0 leaves them out")
+    parser.add_argument("--compute", type=float, default=0.5, help="seconds")
     parser.add_argument("--folder", help="on the disk to measure; a temporary one when absent")
     parser.add_argument("--json", metavar="FILE", help="write every round to this file")
     arguments = parser.parse_args()
@@ -181,7 +203,7 @@ def main() -> int:
         folder = Path(made) / "round"
         folder.mkdir()
         for _ in range(arguments.rounds):
-            one = one_round(folder, items, buffer)
+            one = one_round(folder, items, buffer, arguments.compute)
             if arguments.ranks:
                 place = str(folder / "ranks")
                 seconds = pool.run(

@@ -422,6 +422,8 @@ class Job:
         config, state, save_to = self.config, built.loaded.state, self.config.checkpoint.save
         chunks, schedule = built.chunks, built.loaded.schedule
         assert schedule is not None, "a run with an optimizer has a schedule"
+        saver = self._saver(chunks, optimizer, built.facts, state) if save_to else None
+        self.saver = self.memory.saver = saver
         step = TrainStep(
             passes,
             optimizer,
@@ -430,10 +432,9 @@ class Job:
             count_zeros=config.logging.log_num_zeros_in_grad,
             group_norms=config.logging.log_grad_norms_by_group,
             empty_unused=self._empty_unused,
+            before_update=saver.settle if saver is not None else lambda: None,
         )
         warn_of_space(config.checkpoint, self.mesh, chunks, optimizer, self.say)
-        saver = self._saver(chunks, optimizer, built.facts, state) if save_to else None
-        self.saver = self.memory.saver = saver
         parts = Parts(
             step=step,
             batches=self._training_batches(built.data.train, state),

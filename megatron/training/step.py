@@ -88,12 +88,13 @@ class TrainStep:
         count_zeros: bool = False,
         group_norms: bool = False,
         empty_unused: Callable[[int], None] = lambda level: None,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.passes, self.optimizer, self.health = passes, optimizer, health
         self.objective, self.timers = passes.objective, passes.timers
         self.mesh: Mesh = passes.mesh
         self.seed, self.count_zeros, self.group_norms = seed, count_zeros, group_norms
-        self.empty_unused = empty_unused
+        self.empty_unused, self.before_update = empty_unused, before_update
 
     def run(
         self,
@@ -146,6 +147,7 @@ class TrainStep:
             return StepResult(totals=totals, grad_norm=None, skipped=True)
         self.health.check_spike(totals.loss, plan.iteration, plan.samples)
         scale, norms = divisor * replicas.divisor / totals.denominator, {}
+        self.before_update()
         with self.timers.measure("optimizer"):
             if self.group_norms:
                 norms = self.optimizer.norms.by_group(scale)

@@ -116,6 +116,7 @@ def test_what_changes_after_the_begin_is_not_saved(tmp_path: Path, limit: int | 
     expected = save.save(items(made()), tmp_path / "plain", {}, WORLD)
     tensors = made()
     under_way = background(tmp_path / "beside", tensors, HostBuffer(limit))
+    under_way.settle()
     for tensor in tensors.values():
         tensor.zero_()
     while not under_way.written(CPU):
@@ -170,8 +171,22 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     held.open()
 
 
+def test_what_does_not_fit_the_memory_is_written_before_it_may_change(
+    tmp_path: Path, gate: Gate
+) -> None:
+    under_way = background(tmp_path / "one", made(), HostBuffer(0))
+    waiting = threading.Thread(target=under_way.settle)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    gate.open()
+    waiting.join(60)
+    assert not waiting.is_alive() and under_way.finish() is not None
+
+
 def test_nothing_is_published_while_a_thread_writes(tmp_path: Path, gate: Gate) -> None:
     under_way = background(tmp_path / "one", made(), HostBuffer())
+    under_way.settle()  # copies are made, none is written
     assert not under_way.written(CPU)
     assert os.listdir(tmp_path) == ["one.partial"]
     gate.open()

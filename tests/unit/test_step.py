@@ -382,6 +382,22 @@ def test_a_spike_ends_the_run_before_it_reaches_the_weights() -> None:
         assert torch.equal(old, parameter)
 
 
+def test_before_an_update_copies_of_the_weights_may_be_waited_for() -> None:
+    """Gradients are there then, and weights and states as they were."""
+    step, seen = make_step(), list[list[Tensor]]()
+
+    def look() -> None:
+        assert all(parameter.grad.any() for parameter in model_of(step).parameters())
+        seen.append([parameter.detach().clone() for parameter in model_of(step).parameters()])
+
+    step.before_update = look
+    before = [parameter.detach().clone() for parameter in model_of(step).parameters()]
+    run(global_batch([100] * 4), 2, step=step)
+    ((*there,),) = seen
+    for old, then, now in zip(before, there, model_of(step).parameters(), strict=True):
+        assert torch.equal(old, then) and not torch.equal(old, now)
+
+
 class Given:
     """Microbatches that are there already."""
 

@@ -1,18 +1,22 @@
-"""Saving while training goes on: copies are made, a thread writes them, all ranks publish together.
+"""Saving while training goes on: a thread copies and writes, and all ranks publish together.
 
-    begin     all ranks   make the folder, compare sizes with the disk, copy (see `staging`)
+    begin     all ranks   make the folder, compare sizes with the disk
+    copy      a thread    into host memory (see `staging`), beside the next forward and backward
+    settle    this rank   before the next update: wait until copies are made
     write     a thread    the rank's part, without a word to other ranks
     written   all ranks   one number reduced, at the boundary of an iteration
     finish    all ranks   wait, compare problems, let rank 0 publish
 
-The thread needs no process of its own: what takes time in it (checksums, copies, writes, flushes)
-lets go of Python's lock, and it sees the rank's memory as it is. One save is under way at a time;
-its copies lie in a `HostBuffer` that the next one uses again.
+Weights and states change in the update alone, so copies hide behind forward and backward (as in
+CheckFreq, Mohan et al., 2021). The thread needs no process of its own: what takes time in it
+(copies, checksums, writes, flushes) lets go of Python's lock, and it sees the rank's memory as it
+is. One save is under way at a time; its copies lie in a `HostBuffer` that the next one uses again.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ from megatron.core.dist_checkpointing.save import (
     publish,
     removing,
 )
-from megatron.core.dist_checkpointing.staging import HostBuffer, Staged, stage
+from megatron.core.dist_checkpointing.staging import HostBuffer, stage
 from megatron.core.mesh import Axis
 
 
@@ -39,12 +43,12 @@ class BackgroundSave:
     """A save under way; making one is a collective of ``world``.
 
     Args:
-        items: what this rank writes; it may change as soon as the constructor returns.
+        items: what this rank writes; it may change once `settle` has returned.
         final: the checkpoint's folder.
         facts: what the run says of itself.
         world: all ranks.
         buffer: where copies lie; nobody else may use it until the save ends. Pieces beyond its
-            limit are written before the constructor returns.
+            limit are written before `settle` returns.
         prepare_thread: called in every writing thread of the background.
 
     Raises:
@@ -67,22 +71,39 @@ class BackgroundSave:
         items = list(items)
         with removing(self._partial, world):
             prepare(self._partial, stage(items).bytes, world)
-        staged = stage(items, buffer)
-        # A failure here is told when all ranks finish, as one in the background is.
-        self._attempt(lambda: self._start(staged, prepare_thread))
+        if _device(items) is not None:
+            torch.cuda.current_stream().synchronize()  # the thread copies on a stream of its own
+        self._settled = threading.Event()
         self._thread = threading.Thread(
-            target=self._attempt, args=(self._write,), name="checkpoint", daemon=True
+            target=self._run, args=(items, buffer, prepare_thread), name="checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _start(self, staged: Staged, prepare_thread: Callable[[], None] | None) -> None:
-        self._part = Part(staged, self._partial, self._world.coordinate, prepare_thread)
+    def _run(
+        self, items: list[Item], buffer: HostBuffer, prepare_thread: Callable[[], None] | None
+    ) -> None:
+        """Do all that this rank does alone; problems are told when all ranks finish."""
+        try:
+            self._attempt(lambda: self._copy(items, buffer))
+        finally:
+            self._settled.set()
+        if self._problem is None:
+            self._attempt(lambda: self._write(prepare_thread))
+
+    def _copy(self, items: list[Item], buffer: HostBuffer) -> None:
+        with _own_stream(_device(items)):
+            staged = stage(items, buffer)
+        self._part = Part(staged, self._partial, self._world.coordinate)
         self._part.put_views()
 
-    def _write(self) -> None:
-        if self._part is not None and self._problem is None:
-            self._part.put_copies()
-            self._part.finish()
+    def _write(self, prepare_thread: Callable[[], None] | None) -> None:
+        assert self._part is not None
+        self._part.put_copies(prepare_thread)
+        self._part.finish()
+
+    def settle(self) -> None:
+        """Return when what is saved may change."""
+        self._settled.wait()
 
     def _attempt(self, action: Callable[[], None]) -> None:
         problem = attempt(action, True)
@@ -131,6 +152,7 @@ class BackgroundSave:
 
     def abandon(self) -> None:
         """End the thread without finishing; what it wrote stays a folder that is no checkpoint."""
+        self._problem = self._problem or "the save was given up"
         if self._part is not None:
             self._part.stop()
         self._join()
@@ -139,3 +161,19 @@ class BackgroundSave:
         self._thread.join()
         if self._part is not None:
             self._part.close()
+
+
+def _device(items: Iterable[Item]) -> torch.device | None:
+    """Return the CUDA device of ``items``, if they lie on one."""
+    tensors = (piece.tensor for item in items for piece in item.pieces)
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+
+
+@contextmanager
+def _own_stream(device: torch.device | None) -> Iterator[None]:
+    """Let a block's copies not queue behind what the device computes."""
+    if device is None:
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield

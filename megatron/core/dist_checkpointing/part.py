@@ -66,17 +66,10 @@ class Part:
         staged: the pieces.
         folder: where to.
         rank: whose part it is.
-        prepare: called in every writing thread before its first chunk.
     """
 
-    def __init__(
-        self,
-        staged: Staged,
-        folder: Path,
-        rank: int,
-        prepare: Callable[[], None] | None = None,
-    ) -> None:
-        self._folder, self._rank, self._prepare = folder, rank, prepare
+    def __init__(self, staged: Staged, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
         self._copied, self._entries = staged.copied, list[_Entry]()
         self._index = Index()
         offset = 0
@@ -107,9 +100,14 @@ class Part:
         """
         self._put([e for number, e in enumerate(self._entries) if number not in self._copied])
 
-    def put_copies(self) -> None:
-        """Write the pieces that are copies; raises as `put_views` does."""
-        self._put([entry for number, entry in enumerate(self._entries) if number in self._copied])
+    def put_copies(self, prepare: Callable[[], None] | None = None) -> None:
+        """Write the pieces that are copies; raises as `put_views` does.
+
+        Args:
+            prepare: called in every writing thread before its first chunk.
+        """
+        copies = [entry for number, entry in enumerate(self._entries) if number in self._copied]
+        self._put(copies, prepare)
 
     def finish(self) -> Index:
         """Return what was written, once it and the done-mark are on disk.
@@ -139,12 +137,12 @@ class Part:
             os.close(self._file)
             self._file = None
 
-    def _put(self, entries: Sequence[_Entry]) -> None:
+    def _put(self, entries: Sequence[_Entry], prepare: Callable[[], None] | None = None) -> None:
         chunks = [chunk for entry in entries for chunk in _chunks(entry)]
         if not chunks:
             return
         threads = min(WRITERS, len(chunks), len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads, initializer=self._prepare) as writers:
+        with ThreadPoolExecutor(threads, initializer=prepare) as writers:
             checksums = writers.map(self._put_chunk, chunks)
             for (entry, data, _), crc in zip(chunks, checksums, strict=True):
                 entry.crc32 = joined(entry.crc32, crc, data.nbytes)

@@ -96,7 +96,7 @@ def stage(items: Iterable[Item], buffer: HostBuffer | None = None) -> Staged:
         for number, offset in offsets.items():
             pieces[number] = _copied(pieces[number], memory[offset:])
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     following = iter(pieces)
     items = [replace(item, pieces=tuple(next(following) for _ in item.pieces)) for item in items]
     return Staged(items, frozenset(offsets))

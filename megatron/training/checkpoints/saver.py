@@ -1,6 +1,7 @@
 """The saves of a run, one after the other: at once, or beside training under --async-save.
 
-Saving beside training, the loop goes on when copies are made. After each iteration all ranks
+Saving beside training, the loop goes on while copies are made and written; before its next update
+it waits for the copies. After each iteration all ranks
 compare, by one number, whether everybody has written; then rank 0 publishes, the tracker moves and
 retention follows, all at that boundary. A save that is due while one is under way waits for it. The
 last save of a process is never in the background: there is no training to hide it behind.
@@ -32,7 +33,7 @@ PATIENCE = 30.0
 """Seconds that rank 0 waits for the other ranks' parts when training has failed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """A save under way."""
 
@@ -43,7 +44,7 @@ class _Pending:
 
 
 class Saver:
-    """Saves what a run is; every method but `rescue` is a collective of the world.
+    """Saves what a run is; its methods are collectives of the world, but where they say so.
 
     Args:
         config: where to, and how.
@@ -123,6 +124,13 @@ class Saver:
         if self._pending is not None and self._pending.save.written(self._mesh.device):
             self.finish()
 
+    def settle(self) -> None:
+        """Wait until what is saved may change: to be called before every update; no collective."""
+        if self._pending is not None:
+            begin = time.monotonic()
+            self._pending.save.settle()
+            self._pending.stall += time.monotonic() - begin
+
     def finish(self) -> None:
         """Wait for the save that is under way and publish it; raises as `look` does."""
         if self._pending is None:
@@ -185,7 +193,7 @@ class Saver:
             self._ended(saved, state, last=False)
             return
         stall = time.monotonic() - begun
-        self._say(f"  training goes on after {stall:.2f} s; the checkpoint is written meanwhile")
+        self._say("  training goes on; the checkpoint is written meanwhile")
         self._pending = _Pending(save, copy.deepcopy(state), begun, stall)
 
     def _lower(self) -> None:
