@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [NAME ...]
 
-Names: train_step, layouts, precision, preprocess, index_build, kernels.
+Names: train_step, layouts, precision, preprocess, index_build, kernels, checkpoints.
 
 Ratios are taken within one run, so they hold on a busy machine too; absolute figures do not. Each
 script tells by its `--help` what it measures and how.
@@ -36,6 +36,7 @@ def main(names: list[str]) -> int:
             "preprocess": ["preprocess.py", plain_text(folder), "--mb", "90", "--rounds", "2"],
             "index_build": ["index_build.py", "--documents", "100_000_000"],
             "kernels": ["kernels.py"],
+            "checkpoints": ["checkpoints.py", "--mb", "1024"],
         }
         unknown = sorted(set(names) - set(commands))
         if unknown:

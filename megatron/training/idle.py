@@ -82,7 +82,7 @@ _OF_LOADS = ("load_optim", "load_rng", "verify_integrity", "dist_ckpt_strictness
 def _idle_checkpoints(config: RunConfig) -> dict[str, str]:
     """Return the settings of checkpoints that nobody saves or loads."""
     checkpoint = config.checkpoint
-    idle: dict[str, str] = {}
+    idle = _idle_speed(config)
     if not checkpoint.save:
         idle |= dict.fromkeys(_OF_SAVES, "no --save")
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):
@@ -141,6 +141,20 @@ def _idle_schedule(config: RunConfig) -> dict[str, str]:
     if schedule.weight_decay_incr_style != "constant":
         idle["weight_decay"] = "--start-weight-decay and --end-weight-decay stand for it"
     return idle
+
+
+def _idle_speed(config: RunConfig) -> dict[str, str]:
+    """Return the settings of how checkpoints are written that nothing is done with."""
+    speed = config.checkpoint.speed
+    if not config.checkpoint.save:
+        return dict.fromkeys(speed.flatten(), "no --save")
+    if not speed.async_save:
+        names = [name for name in speed.flatten() if name.startswith("async_")]
+        return dict.fromkeys(names, "no --async-save")
+    if speed.async_save_host_gib == 0:
+        names = ["async_ckpt_cpu_priority", "async_ckpt_io_priority"]
+        return dict.fromkeys(names, "--async-save-host-gib 0 leaves nothing to the background")
+    return {}
 
 
 def _idle_rules(config: RunConfig) -> dict[str, str]:

@@ -50,6 +50,13 @@ def notes(words: str) -> list[str]:
             "--start-weight-decay and --end-weight-decay stand for it",
         ),
         ("--min-lr 1e-3 --lr-decay-style constant", 1, "--lr-decay-style is constant"),
+        ("--async-save --no-ckpt-fully-parallel-save", 2, "no --save"),
+        ("--save s --async-ckpt-io-priority 2 --async-save-host-gib 3", 2, "no --async-save"),
+        (
+            "--save s --async-save --async-save-host-gib 0 --async-ckpt-cpu-priority 3",
+            1,
+            "--async-save-host-gib 0 leaves nothing to the background",
+        ),
         (f"{FULL} 0", 2, "--recompute-num-layers 0 takes no layer"),
         (
             "--dry-run-world-size 2 --dry-run --use-megatron-fsdp "
@@ -77,6 +84,7 @@ def test_settings_without_effect_are_named(words: str, named: int, why: str) -> 
         "--lr-warmup-iters 2 --lr-warmup-init 1e-3",
         "--tensorboard-dir t --log-memory-to-tensorboard --tensorboard-queue-size 5",
         "--save s --no-save-optim --no-save-rng --exit-on-failed-save --save-interval 2",
+        "--save s --async-save --async-save-host-gib 1 --async-ckpt-cpu-priority 3",
         "--load s --no-verify-integrity --override-opt_param-scheduler",
         "--min-lr 1e-3 --lr-decay-style cosine",
         f"{FULL} 1",
