@@ -5,8 +5,13 @@ iteration 5, both written by Megatron-core 0.19.2 (see `test_gpt_trajectories`).
 """
 
 import argparse
+import ast
 import io
+import json
+import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +22,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megatron.core import rng
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.megatron_formats import common
 from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
 from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule, build_schedule
 from megatron.core.utils import UserError
+from megatron.training.arguments import parse
+from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
 from megatron.training.config import CheckpointConfig
-from tests.unit.test_gpt_trajectories import CASES, DATA, Training, ours
+from tests.programs import ROOT
+from tests.unit.test_gpt_trajectories import CASES, DATA, Training, config_of, ours
 
 CONTINUED = [name for name in CASES if (DATA / name / "dist_ckpt_iter5").exists()]
 
@@ -164,3 +174,126 @@ def case_state(name: str) -> dict:
     )
     data = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
     return torch.load(io.BytesIO(data), weights_only=True)[0]
+
+
+# Flags
+
+
+def arguments(flags: str) -> dict[str, Any]:
+    """Return the arguments that Megatron-LM makes of a command line, every default among them."""
+    rows = (ROOT / "tests" / "data" / "megatron_flags.tsv").read_text().splitlines()[1:]
+    args, kinds = {}, {}
+    for row in rows:
+        flag, _, kind, default = row.split("\t")
+        name = flag.removeprefix("--").replace("-", "_")
+        if "sets false" in kind:
+            name = name.removeprefix("no_").removeprefix("disable_")
+            name = {"bias_linear": "add_bias_linear"}.get(name, name)
+        kinds[flag] = (name, kind)
+        args.setdefault(name, literal(default))
+    words = shlex.split(flags)
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word in kinds:
+            name, kind = kinds[word]
+            args[name] = "true" in kind if "switch" in kind else literal(following)
+    if args["ffn_hidden_size"] is None:
+        args["ffn_hidden_size"] = 4 * args["hidden_size"]
+    return args
+
+
+def literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_megatrons_arguments_make_the_same_model(name: str) -> None:
+    flags = json.loads((DATA / name / "case.json").read_text())["flags"]
+    state = {"args": argparse.Namespace(**arguments(flags)), "iteration": 5}
+    stored = common.facts(state, has_states=True)["config"]
+    words = "--seq-length 32 --micro-batch-size 2 --train-iters 7 --lr 1e-3 --mock-data"
+    words += " --tokenizer-type NullTokenizer --vocab-size 127 --use-checkpoint-args --load there"
+    run = parse(words.split(), stored_config=lambda folder, step: stored)
+    assert run.config.model.flatten() == config_of(flags).flatten()
+    assert run.config.training.calculate_per_token_loss == (name == "gpt2_pertoken")
+
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
+    "--lr 1e-3 --mock-data --train-iters 2 --dry-run --dry-run-world-size 4"
+)
+
+
+def test_parallel_sizes_come_from_the_checkpoint_when_asked_for() -> None:
+    stored = {"num_layers": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+    def run(*more: str) -> tuple[int, int]:
+        words = [*BASE.split(), "--load", "there", "--use-checkpoint-args", *more]
+        parallel = parse(words, stored_config=lambda folder, step: stored).config.parallel
+        return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+    assert run() == (1, 1)
+    assert run("--use-mp-args-from-checkpoint-args") == (2, 2)
+    one = ("--tensor-model-parallel-size", "1")
+    assert run("--use-mp-args-from-checkpoint-args", *one) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ckpt-format torch_dist", "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"),
+        ("--ckpt-convert-save out", "--ckpt-convert-save (no --ckpt-convert-format)"),
+        ("--use-mp-args-from-checkpoint-args", "(no --use-checkpoint-args)"),
+        ("--load-main-params-from-ckpt", "--load-main-params-from-ckpt (no --load)"),
+    ],
+)
+def test_what_a_flag_does_not_do_is_said(words: str, said: str) -> None:
+    (note,) = parse([*BASE.split(), *words.split()]).no_effect
+    assert note.startswith(words.split()[0]) and said in note
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        ("--load a --ckpt-convert-format torch --ckpt-convert-save b", "give torch_dist"),
+        ("--load a --ckpt-convert-format torch_dist", "--ckpt-convert-save DIR"),
+        ("--ckpt-convert-format torch_dist --ckpt-convert-save b", "--load DIR"),
+    ],
+)
+def test_a_conversion_that_cannot_be_is_refused(words: str, way_out: str) -> None:
+    with pytest.raises(UserError, match=way_out):
+        parse([*BASE.split(), *words.split()])
+
+
+def test_a_checkpoint_is_not_converted_onto_itself(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "gpt2" / "dist_ckpt", tmp_path / "torch_dist" / "iter_0000000")
+    config = CheckpointConfig(
+        load=str(tmp_path / "torch_dist"),
+        ckpt_convert_format="torch_dist",
+        ckpt_convert_save=str(tmp_path),
+    )
+    with pytest.raises(UserError, match="which is to be converted"):
+        convert(config, Mesh.serial(), print)
+
+
+@pytest.mark.parametrize("from_weights", [False, True])
+def test_masters_come_from_the_weights_when_asked_for(tmp_path: Path, from_weights: bool) -> None:
+    """A checkpoint whose masters are not its weights, as Megatron-LM's would be after surgery."""
+    name = "decoder.final_layernorm.weight"
+    weights = dict(np.load(DATA / "llama" / "init.npz"))
+    state = {key: torch.from_numpy(value) for key, value in weights.items()}
+    state |= {f"optimizer.state.fp32_param.{key}": value + 1 for key, value in state.items()}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moments = {key: torch.ones(value.shape) for key, value in weights.items()}
+        state |= {f"optimizer.state.{kind}.{key}": value for key, value in moments.items()}
+    scheduler = {"num_steps": 20}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    # Where Megatron-core before 0.19 put it.
+    torch.save({"iteration": 5, "opt_param_scheduler": scheduler}, tmp_path / "common.pt")
+    training = Training("llama")
+    load(training, tmp_path, load_main_params_from_ckpt=from_weights)
+    found = dict(training.model.named_parameters())[name].detach()
+    expected = torch.from_numpy(weights[name]) + (0 if from_weights else 1)
+    torch.testing.assert_close(found, expected)

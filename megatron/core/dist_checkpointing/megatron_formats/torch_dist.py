@@ -65,13 +65,19 @@ def _common(path: Path, folder: dcp.Folder) -> dict[str, Any]:
     for key in folder.objects:
         if key.partition("/")[0] == "common_state":
             value = folder.object(key)
-            return dict(value[0] if isinstance(value, list) else value)
+            return _dict(value[0] if isinstance(value, list) and value else value, path)
     if (path / COMMON).exists():
         with open_file(path / COMMON) as archive:
-            return dict(archive.small(archive.value))
+            return _dict(archive.small(archive.value), path)
     # torch_dcp: each leaf of the state is an entry.
     leaves = ("iteration", "checkpoint_version", "args", "num_floating_point_operations_so_far")
     return {key: folder.object(key) for key in leaves if key in folder.objects}
+
+
+def _dict(value: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: the common state is a {type(value).__name__}, not a dict")
+    return value
 
 
 def _sorted(folder: dcp.Folder) -> tuple[dict[str, str], dict[tuple[str, str], str], bool]:
