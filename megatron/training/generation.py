@@ -259,7 +259,9 @@ def open_checkpoint(
             f"{folder} was trained with another tokenizer: its fingerprint is "
             f"{facts['tokenizer']}, this one's {tokenizer.fingerprint()}; name the right files"
         )
-    model = _build_model(stored, facts["vocabulary_rows"], processes)
+    # Megatron-LM stores no number of rows in use.
+    rows = facts.get("vocabulary_rows", tokenizer.vocab_size)
+    model = _build_model(stored, rows, processes)
     with Checkpoint(found.folder, found.index) as checkpoint:
         report = load(
             checkpointing.items([model], None, model.mesh, saving=False),

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.utils import UserError
 from tests.harness import Pool
 from tests.programs import ROOT, Rows, assert_rows_equal, launch, metrics
-from tools import checkpoint
+from tools import checkpoint, generate_text
 
 CASES = ROOT / "tests" / "data" / "mcore_trajectories"
 DATA = "--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --eval-iters 0 --num-workers 0"
@@ -81,6 +81,13 @@ def test_a_run_goes_on_from_its_own_export_as_if_nothing_had_been(
     rest = [*kept, *load.split(), "--metrics-file", "metrics.jsonl"]
     assert pretrain_gpt.main([*shlex.split(words), *rest]) == 0
     assert_rows_equal(metrics(tmp_path / "metrics.jsonl"), whole[2:])
+    words = "--num-tokens-to-generate 3 --top-k 1 --device cpu --ckpt-step 2 --load".split()
+    texts = []
+    for folder in ("save", "out/torch_dist"):
+        capfd.readouterr()
+        assert generate_text.main([*words, folder, "--prompt", "1 2 3"]) == 0
+        texts.append([line for line in capfd.readouterr().out.splitlines() if line[:5] == "1 2 3"])
+    assert texts[0] == texts[1] and len(texts[0]) == 1
     with Checkpoint(tmp_path / "out" / "torch_dist" / "iter_0000002") as checkpoint:
         assert checkpoint.facts["progress"]["consumed_samples"] == 8
         assert any(key.startswith("optimizer.master.") for key in checkpoint.tensors) == bool(kept)

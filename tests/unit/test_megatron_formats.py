@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.detect import format_of, open_index
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.load import load
-from megatron.core.dist_checkpointing.megatron_formats import common, unpickling
-from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
+from megatron.core.dist_checkpointing.megatron_formats import common, export, unpickling
 from megatron.core.dist_checkpointing.plan import Piece
 from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.sharding import Box
 from tests.unit.checkpoint_files import WORLD, item, whole_items, write
 
 H, F, LAYERS, VOCABULARY, HEADS = 8, 12, 4, 24, 4
@@ -302,6 +303,29 @@ def test_retention_leaves_other_programs_checkpoints_alone(tmp_path: Path) -> No
     assert (tmp_path / "iter_0000001").exists()
 
 
+def test_an_export_holds_one_piece_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large tensors are cut between rows, and no piece outlives its turn."""
+    weights, limit = model(), 3 * H * 4
+    save_dcp(tmp_path / "in", dict(weights))
+    monkeypatch.setattr(export, "LARGEST", limit)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(Checkpoint):
+        def read(self, key: str, box: Box | None = None) -> torch.Tensor:
+            assert all(piece() is None for piece in alive[:-1])
+            tensor = super().read(key, box)
+            assert tensor.nbytes <= max(limit, tensor[:1].nbytes)
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+    with Watched(tmp_path / "in") as checkpoint:
+        export.export_torch_dist(checkpoint, tmp_path / "out")
+    assert len(alive) > 2 * len(weights)
+    check_equal(tmp_path / "out", weights)
+
+
 def test_layers_that_differ_cannot_be_exported(tmp_path: Path) -> None:
     weights = model(2)
     weights["decoder.layers.1.mlp.linear_fc2.weight"] = torch.ones(H, F + 1)
@@ -310,5 +334,5 @@ def test_layers_that_differ_cannot_be_exported(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "in") as checkpoint,
         pytest.raises(CheckpointError, match=r"linear_fc2\.weight is not alike in all layers"),
     ):
-        export_torch_dist(checkpoint, tmp_path / "out")
+        export.export_torch_dist(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
