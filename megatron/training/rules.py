@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.core.config import Config, as_words
+from megatron.core.precision import moments
 from megatron.core.transformer import offload_config, recompute_config
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
@@ -338,6 +339,14 @@ def sums_are_as_fine_as_asked(config: RunConfig, origins: Origins) -> None:
             )
 
 
+def short_moments_decay(config: RunConfig, origins: Origins) -> None:
+    """What a step takes of a moment is well above what its format rounds away."""
+    precision, optimizer = config.precision, config.optimizer
+    for dtype, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
+        names = (flag(dtype), flag(beta))
+        moments.check(getattr(precision, dtype), getattr(optimizer, beta), names)
+
+
 def shared_activations_have_sharers(config: RunConfig, origins: Origins) -> None:
     """A layer's input is shared out among ranks that would hold it whole."""
     if not config.model.recompute.distribute_saved_activations:
@@ -425,6 +434,7 @@ RULES: tuple[Rule, ...] = (
     half_precision_has_a_use,
     chosen_dtypes_are_adams,
     sums_are_as_fine_as_asked,
+    short_moments_decay,
     shared_activations_have_sharers,
     offloaded_layers_are_in_one_stage,
     saved_experts_exist,

@@ -30,9 +30,11 @@ RUN = (
     "--log-interval 1 --num-workers 0 --bf16 --device cpu --save save --save-interval 1"
 )
 PP2 = "--pipeline-model-parallel-size 2"
+SCALED = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
 LAYOUTS = {
     "pp2": (2, PP2),
     "dp2 optim": (2, "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce"),
+    "dp2 optim, moments with scales": (2, f"--use-distributed-optimizer {SCALED}"),
     "pp2 dp2 optim": (4, f"{PP2} --use-distributed-optimizer"),
     "dp4 all": (4, "--use-megatron-fsdp --overlap-grad-reduce --log-memory-interval 4"),
 }

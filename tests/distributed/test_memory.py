@@ -99,7 +99,7 @@ OVERLAP = "--overlap-grad-reduce"
 NARROW = "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32"
 SHORT = (
     "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-    "--main-grads-dtype bf16 --main-params-dtype fp16"
+    "--main-grads-dtype bf16 --main-params-dtype fp16 --adam-beta2 0.95"
 )
 WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 RUNS = {
@@ -120,6 +120,8 @@ MORE = {
     "dp2, gradients": f"{DP2} {GRADS} --bf16",
     "dp2, gradients, copies in half": f"{DP2} {GRADS} {NARROW}",
     "dp2, all": f"{DP2} {ALL}",
+    "dp2, all, moments with scales": f"{DP2} {ALL} --bf16 --use-precision-aware-optimizer "
+    "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
     "dp3, all": f"{DP3} {ALL} {OVERLAP} --untie-embeddings-and-output-weights",
     "dp2, all, short formats": f"{DP2} {ALL} {OVERLAP} {SHORT}",
     "dp4, states in two groups": f"{DP4} {STATES} --num-distributed-optimizer-instances 2",

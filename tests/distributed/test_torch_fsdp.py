@@ -211,11 +211,21 @@ RUN = (
     "--log-interval 1 --num-workers 0 --attention-dropout 0 --hidden-dropout 0"
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+SCALED = (
+    "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 "
+    # Widths that 64 does not divide, so that rows of a rank end where they will.
+    "--hidden-size 20 --ffn-hidden-size 42"
+)
 LAYOUTS = {
     "dp2": (2, ""),
     "dp3 bf16": (3, "--bf16 --global-batch-size 6 --untie-embeddings-and-output-weights"),
     "dp2 fp16 sgd": (2, "--fp16 --optimizer sgd"),
     "dp2 moments": (2, "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16"),
+    "dp3 moments with scales": (3, f"{SCALED} --global-batch-size 6"),
+    "dp3 moments with scales on the host": (
+        3,
+        f"{SCALED} --global-batch-size 6 --optimizer-cpu-offload --optimizer-offload-fraction 0.4",
+    ),
     "dp2 host": (2, "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
     "tp2 dp2": (4, f"--bf16 {TP2} --group-query-attention --num-query-groups 1"),
     "dp4 in two": (4, "--num-distributed-optimizer-instances 2 --bf16"),

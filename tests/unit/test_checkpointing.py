@@ -39,6 +39,9 @@ FP32, FP64, BF16, FP16 = (
     PrecisionConfig.resolve(bf16=True),
     PrecisionConfig.resolve(fp16=True),
 )
+SCALED = PrecisionConfig.resolve(
+    use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"
+)
 NORMAL = Init("normal", 0.5)
 
 
@@ -143,7 +146,7 @@ class Run:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def states(self) -> dict[str, Tensor]:
-        return {state.key: state.tensor.clone() for state in self.optimizer.tensors()}
+        return {state.key: state.values().clone() for state in self.optimizer.tensors()}
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -151,7 +154,9 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "precision", [FP32, FP64, BF16, FP16], ids=["fp32", "fp64", "bf16", "fp16"]
+    "precision",
+    [FP32, FP64, BF16, FP16, SCALED],
+    ids=["fp32", "fp64", "bf16", "fp16", "moments with scales"],
 )
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
@@ -167,9 +172,37 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert straight.optimizer.scalars() == resumed.optimizer.scalars()
 
 
-def test_lr_03_loading_twice_is_loading_once(tmp_path: Path) -> None:
-    Run(tmp_path).train(5).save()
-    once, twice = Run(tmp_path).load(), Run(tmp_path).load().load()
+def test_moments_with_scales_are_stored_as_fp32_numbers(tmp_path: Path) -> None:
+    """Exactly: a run with fp32 moments has the same, and so has one that goes back from there."""
+    saved = Run(tmp_path, SCALED).train(5)
+    saved.save()
+    with Checkpoint(tmp_path / "iter_0000005") as checkpoint:
+        kinds = {key.split(".")[1] for key in checkpoint.index.tensors if "optimizer" in key}
+        assert kinds == {"exp_avg", "exp_avg_sq"}
+        assert {t.dtype for t in checkpoint.index.tensors.values()} <= {"float32", "uint8"}
+    fine = Run(tmp_path, FP32, seed=9).load()
+    assert equal(fine.states(), saved.states())
+    fine.save()
+    again = Run(tmp_path, SCALED, seed=7).train(2).load()  # whatever was there is replaced
+    assert equal(again.states(), saved.states())
+    for run in (saved, again):
+        run.train(7)
+    assert equal(again.weights(), saved.weights()) and equal(again.states(), saved.states())
+
+
+def test_moments_are_rounded_when_a_run_with_scales_takes_them_over(tmp_path: Path) -> None:
+    saved = Run(tmp_path, FP32).train(5)
+    saved.save()
+    taken = Run(tmp_path, SCALED, seed=9).load().states()
+    for key, expected in saved.states().items():
+        assert not torch.equal(taken[key], expected)
+        torch.testing.assert_close(taken[key], expected, rtol=2**-11, atol=0)
+
+
+@pytest.mark.parametrize("precision", [FP32, SCALED], ids=["fp32", "moments with scales"])
+def test_lr_03_loading_twice_is_loading_once(tmp_path: Path, precision: PrecisionConfig) -> None:
+    Run(tmp_path, precision).train(5).save()
+    once, twice = Run(tmp_path, precision).load(), Run(tmp_path, precision).load().load()
     assert twice.state == once.state == TrainState(iteration=5, consumed_samples=20)
     assert twice.optimizer.scalars() == {"step": 5}
     assert equal(once.states(), twice.states())

@@ -73,6 +73,7 @@ DP4 = "--dry-run-world-size 4"
 GRADS, ALL = (
     f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params")
 )
+SCALED = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
 LAYOUTS = {
     "serial": "",
     "bf16": "--bf16 --qk-layernorm",
@@ -125,7 +126,10 @@ LAYOUTS = {
     "dp4, all": f"{DP4} {ALL} {LLAMA}",
     "dp4 in two groups": f"{DP4} {ALL} --num-distributed-optimizer-instances 2 --bf16",
     "short formats": f"{DP4} {GRADS} --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 "
-    "--exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --main-params-dtype fp16",
+    "--exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --main-params-dtype fp16 --adam-beta2 0.95",
+    "moments with scales": f"{DP4} --use-distributed-optimizer --bf16 {SCALED}",
+    "moments with scales, in part on the host": f"{DP4} {ALL} --bf16 {SCALED} "
+    "--optimizer-cpu-offload --optimizer-offload-fraction 0.3",
     "tp2 sp dp2, all": "--dry-run-world-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
     f"{ALL} --optimizer sgd",
     "zb-v dp2, all": "--dry-run-world-size 4 --pipeline-model-parallel-size 2 "

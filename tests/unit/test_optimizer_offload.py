@@ -23,6 +23,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp64": {"fp64": True},
     "bf16": {"bf16": True},
     "fine": {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
+    "scaled": {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "fp16",
+        "exp_avg_sq_dtype": "fp16",
+    },
 }
 
 

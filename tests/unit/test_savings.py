@@ -88,7 +88,25 @@ def test_more_processes_come_with_all_other_choices_where_alone_they_do_not_do()
 def test_what_is_done_already_is_not_offered() -> None:
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = {choice.flags for choice in savings(f"--bf16 {full} --micro-batch-size 1").choices(0)}
-    assert flags == {"--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
+    precise = "--use-precision-aware-optimizer --exp-avg-dtype bf16"
+    assert flags == {f"{precise} --exp-avg-sq-dtype fp16"}
+
+
+@pytest.mark.parametrize(
+    ("betas", "formats"),
+    [
+        ("--adam-beta2 0.95", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        ("--adam-beta2 0.999", "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"),
+        ("--adam-beta2 0.9999", "--exp-avg-dtype bf16"),
+        ("--adam-beta1 0.9999 --adam-beta2 0.9999", None),
+    ],
+)
+def test_moments_are_kept_in_what_they_can_follow_their_gradients_in(
+    betas: str, formats: str | None
+) -> None:
+    flags = {choice.flags for choice in savings(f"--bf16 {betas}").choices(0)}
+    found = {text for text in flags if "precision-aware" in text}
+    assert found == ({f"--use-precision-aware-optimizer {formats}"} if formats else set())
 
 
 def test_choices_that_do_not_go_together_with_the_run_are_left_out() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError
-from megatron.core.dist_checkpointing.plan import Item, Piece
+from megatron.core.dist_checkpointing.plan import Item, Piece, decoded
 from megatron.core.dist_checkpointing.reader import READERS, DamagedError, Reader, TensorFacts
 from megatron.core.dist_checkpointing.strictness import (
     LENIENT_ABOUT_MISSING,
@@ -94,7 +94,12 @@ def load(
     )
     fits()
     there = [(item, source) for item in items if (source := chosen[item.key]) is not None]
-    _fill(checkpoint, [(source, piece) for item, source in there for piece in item.pieces])
+    plain = [(item, source) for item, source in there if item.coded is None]
+    _fill(checkpoint, [(source, piece) for item, source in plain for piece in item.pieces])
+    for item, source in there:
+        if item.coded is not None:
+            with decoded(item, item.coded) as pieces:
+                _fill(checkpoint, [(source, piece) for piece in pieces])
     for item, source in there:
         report.bytes += sum(piece.tensor.nbytes for piece in item.pieces)
         report.tensors += 1

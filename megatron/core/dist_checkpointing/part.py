@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.format import (
     dtype_name,
     write_index,
 )
-from megatron.core.dist_checkpointing.plan import Piece
+from megatron.core.dist_checkpointing.plan import Piece, values
 from megatron.core.dist_checkpointing.staging import Staged
 from megatron.core.utils import round_up
 
@@ -152,8 +152,8 @@ class Part:
         if self._reason is not None:
             raise self._reason
         assert self._file is not None
-        _, tensor, start = chunk
-        data, crc = self._bytes(tensor), 0
+        entry, view, start = chunk
+        data, crc = self._bytes(values(view, entry.piece.coded)), 0
         try:
             for first in range(0, len(data), BLOCK):
                 block = data[first : first + BLOCK]

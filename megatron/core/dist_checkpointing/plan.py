@@ -8,16 +8,38 @@ parameter's `Sharding`. So any layout writes without moving a tensor, and any ot
 it needs; rows that only pad a vocabulary lie in no region and are neither written nor read.
 
 Saving takes owners only (give ``coordinates``), loading everything that is held.
+
+Numbers that are kept in a form of their own (`Coded`) are decoded while they are written or filled,
+a chunk or an item at a time: pieces of them are views of a tensor without memory.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.sharding import Box, Region, Sharding, box_shape, box_slices, local_boxes
+
+
+class Coded(Protocol):
+    """Flat numbers that are kept in a form of their own."""
+
+    def numel(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def decoded(self, start: int, stop: int) -> Tensor:
+        """Return a copy of numbers ``start`` to ``stop``."""
+        ...
+
+    def copy_(self, values: Tensor) -> object:
+        """Set all numbers."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,9 +48,26 @@ class Piece:
 
     box: Box
     tensor: Tensor
+    coded: Coded | None = None
+    """What keeps the numbers, where `tensor` is a view of one without memory (``meta``)."""
 
     def __post_init__(self) -> None:
         assert tuple(self.tensor.shape) == box_shape(self.box), f"{self.tensor.shape} {self.box}"
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the numbers are."""
+        return self.tensor.device if self.coded is None else self.coded.device
+
+
+def values(view: Tensor, coded: Coded | None) -> Tensor:
+    """Return the numbers of a piece, or of a part of one: its view, or a decoded copy."""
+    if coded is None or not view.numel():
+        return view
+    start = int(view.storage_offset())
+    steps = zip(view.shape, view.stride(), strict=True)
+    flat = coded.decoded(start, start + 1 + sum((n - 1) * step for n, step in steps))
+    return flat.as_strided(view.shape, view.stride())
 
 
 @dataclass(frozen=True)
@@ -41,6 +80,23 @@ class Item:
     pieces: tuple[Piece, ...]
     sources: tuple[str, ...] = ()
     """Stored keys to fill from, the first that exists; the item's own key when empty."""
+
+    @property
+    def coded(self) -> Coded | None:
+        """Return what keeps the numbers of all pieces, if it is not their tensors."""
+        return self.pieces[0].coded if self.pieces else None
+
+
+@contextmanager
+def decoded(item: Item, coded: Coded) -> Iterator[Sequence[Piece]]:
+    """Give pieces to copy into instead of an item's own; at the end all of them are encoded."""
+    flat = coded.decoded(0, coded.numel())
+    views = [(piece.box, piece.tensor) for piece in item.pieces]
+    yield [
+        Piece(box, flat.as_strided(view.shape, view.stride(), view.storage_offset()))
+        for box, view in views
+    ]
+    coded.copy_(flat)
 
 
 def of_tensor(
@@ -70,6 +126,7 @@ def of_flat(
     *,
     coordinates: Mapping[str, int] | None = None,
     sources: Sequence[str] = (),
+    coded: Coded | None = None,
 ) -> Item:
     """Return the item of a flat shard: ``data`` holds elements from ``start`` of a local tensor.
 
@@ -78,9 +135,10 @@ def of_flat(
         record: what the local tensor is of the logical model.
         local_shape: shape of the whole local tensor.
         start: flat offset in it of the first element of ``data``.
-        data: contiguous, one-dimensional.
+        data: contiguous, one-dimensional; on ``meta``, from the start of its storage, if ``coded``.
         coordinates: position on the mesh, to take owned regions only; absent: all regions.
         sources: see `Item`.
+        coded: see `Piece`.
     """
     regions = _regions(record, coordinates)
     flat = data.detach()
@@ -92,7 +150,7 @@ def of_flat(
             common = intersection(box, region.local)
             if common is not None:
                 logical = shifted(common, region.local, region.logical)
-                pieces.append(Piece(logical, block[box_slices(relative(common, box))]))
+                pieces.append(Piece(logical, block[box_slices(relative(common, box))], coded))
     return Item(key, record.shape, flat.dtype, tuple(pieces), tuple(sources))
 
 
@@ -132,7 +190,7 @@ def _cut(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
             (first + low, first + high)
             for (first, _), (low, high) in zip(piece.box, box, strict=True)
         )
-        yield Piece(logical, piece.tensor[box_slices(box)])
+        yield replace(piece, box=logical, tensor=piece.tensor[box_slices(box)])
 
 
 def _regions(record: Sharding, coordinates: Mapping[str, int] | None) -> tuple[Region, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.format import ALIGNMENT
-from megatron.core.dist_checkpointing.plan import Item, Piece
+from megatron.core.dist_checkpointing.plan import Item, Piece, values
 from megatron.core.utils import round_up
 
 
@@ -88,7 +88,7 @@ def stage(items: Iterable[Item], buffer: HostBuffer | None = None) -> Staged:
     """
     items = list(items)
     pieces = [piece for item in items for piece in item.pieces]
-    cuda = any(piece.tensor.is_cuda for piece in pieces)
+    cuda = any(piece.device.type == "cuda" for piece in pieces)
     offsets: dict[int, int] = {}
     if buffer is not None:
         offsets, size = _places(pieces, buffer.limit)
@@ -115,7 +115,7 @@ def _places(pieces: list[Piece], limit: int | None) -> tuple[dict[int, int], int
 
 
 def _copied(piece: Piece, memory: Tensor) -> Piece:
-    source = piece.tensor
+    source = values(piece.tensor, piece.coded)
     copy = memory[: source.nbytes].view(source.dtype).view(source.shape)
     copy.copy_(source, non_blocking=True)
     return Piece(piece.box, copy)

@@ -7,19 +7,41 @@ from collections.abc import Sequence
 
 from megatron.core.distributed.config import Strategy, shares_gradients, shares_weights
 from megatron.core.distributed.layout import BufferPlan
-from megatron.core.distributed.ranges import first_elements
+from megatron.core.distributed.ranges import ALIGNMENT, Part, first_part
 from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.precision.config import PrecisionConfig
-from megatron.core.utils import divide
+from megatron.core.utils import divide, round_up
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def state_bytes(rule: str, config: OptimizerConfig, precision: PrecisionConfig) -> int:
-    """Return the bytes of what an update rule keeps for each parameter."""
+BLOCK = ALIGNMENT
+"""Numbers of a state in fp16 that share a scale of one byte (`scaled`); parameters start at
+multiples of it, so that each has blocks of its own."""
+
+
+def blocks(size: int) -> int:
+    """Return the number of blocks of ``size`` numbers."""
+    return round_up(size, BLOCK) // BLOCK
+
+
+def state_dtypes(rule: str, config: OptimizerConfig, precision: PrecisionConfig) -> list[str]:
+    """Return the dtypes of what an update rule keeps for each parameter."""
     dtypes, others = precision.state_dtypes, precision.accumulation_dtype
-    return sum(BYTES[dtypes.get(name, others)] for name in rules.states(rule, config))
+    return [dtypes.get(name, others) for name in rules.states(rule, config)]
+
+
+def stored_bytes(rule: str, config: OptimizerConfig, precision: PrecisionConfig) -> int:
+    """Return the bytes that a checkpoint has of them, where fp16 with scales becomes fp32."""
+    dtypes = state_dtypes(rule, config, precision)
+    return sum(BYTES["float32" if dtype == "float16" else dtype] for dtype in dtypes)
+
+
+def _state_bytes(dtypes: Sequence[str], sizes: Sequence[int]) -> int:
+    """Return the bytes of states over ranges of ``sizes``."""
+    scales = dtypes.count("float16") * sum(map(blocks, sizes))
+    return sum(BYTES[dtype] for dtype in dtypes) * sum(sizes) + scales
 
 
 def predict(
@@ -57,12 +79,12 @@ def predict(
     on_host = master + BYTES[gradient] + (BYTES[weight] if has_masters else 0)
     masters = states = host = 0
     for plan in plans:
-        mine = divide(plan.size, shares)
-        away = first_elements(mine, config.offloaded_fraction)
-        kept = state_bytes(plan.rule, config, precision)
-        masters += (mine - away) * master if has_masters else 0
-        states += (mine - away) * kept
-        host += away * (on_host + kept)
+        kept = state_dtypes(plan.rule, config, precision)
+        spans = plan.shards(0, shares)
+        away, here = map(_sizes, first_part(spans, config.offloaded_fraction))
+        masters += sum(here) * master if has_masters else 0
+        states += _state_bytes(kept, here)
+        host += sum(away) * on_host + _state_bytes(kept, away)
     return {
         "weights": weights * BYTES[weight],
         "gradients": gradients * BYTES[gradient],
@@ -70,3 +92,7 @@ def predict(
         "states": states,
         "host": host,
     }
+
+
+def _sizes(parts: Sequence[Part]) -> list[int]:
+    return [part.stop - part.start for _, part in parts]

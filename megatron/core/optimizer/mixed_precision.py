@@ -5,21 +5,24 @@ bf16 parameters holds fp32 masters, updates those and rounds them into the param
 parameters are updated in place and cost no copy.
 
 Update rules count in fp32 or fp64. Gradients, masters and states that are kept in less are widened
-a piece at a time, updated and rounded back, so that the wide copies stay small.
+a piece at a time, updated and rounded back, so that the wide copies stay small. States in fp16 have
+scales (`scaled`), and are always widened.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron.core.distributed.pieces import Member, Pieces
 from megatron.core.distributed.ranges import Part, Range, cut, intersect
+from megatron.core.optimizer.scaled import DIVISORS, Scaled
 from megatron.core.optimizer.update import Ranges, Signals, Step, UpdateRule
 
 AT_ONCE = 1 << 22
-"""Elements that are widened at once."""
+"""Elements that are widened at once; whole blocks of `Scaled`."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,21 @@ class Shard:
         self.has_masters = buffer.dtype != dtypes.main
         self.mains = self._mains()
         self.states: dict[str, list[Tensor]] = {}
+        self.scaled: dict[str, list[Scaled]] = {}
         for name in state_names:
             dtype = dtypes.states.get(name, dtypes.computing)
-            self.states[name] = list(self._zeros(dtype).split(self.sizes))
+            if dtype == torch.float16:
+                divides = name in DIVISORS
+                self.scaled[name] = Scaled.zeros(self.sizes, self.state_device, divides=divides)
+            else:
+                zeros = torch.zeros(sum(self.sizes), dtype=dtype, device=self.state_device)
+                self.states[name] = list(zeros.split(self.sizes))
         self.groups = self._groups()
 
-    def _zeros(self, dtype: torch.dtype) -> Tensor:
-        """Return one piece of memory for all ranges."""
-        return torch.zeros(sum(self.sizes), dtype=dtype, device=self.buffer.device)
+    @property
+    def state_device(self) -> torch.device:
+        """Return where states are."""
+        return self.buffer.device
 
     def _mains(self) -> list[Tensor]:
         """Return what is updated: copies of the weights, or the weights themselves."""
@@ -100,6 +110,7 @@ class Shard:
                     _cut(gradients, cuts),
                     {name: _cut(state, cuts) for name, state in self.states.items()},
                     tuple(members),
+                    {name: _cut(state, cuts) for name, state in self.scaled.items()},
                 )
                 found.append((group, ranges))
         return found
@@ -114,10 +125,16 @@ class Shard:
         """Return the parts of the buffer's ``ranges`` that lie in `spans`."""
         return cut(ranges, self.spans)
 
-    def kinds(self) -> dict[str, list[Tensor]]:
+    def kinds(self) -> Mapping[str, Sequence[Tensor | Scaled]]:
         """Return masters and states by name, each cut like `spans`."""
         masters = {"master": self.mains} if self.has_masters else {}
-        return {**masters, **self.states}
+        return {**masters, **self.states, **self.scaled}
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of all states."""
+        plain = sum(piece.nbytes for pieces in self.states.values() for piece in pieces)
+        return plain + sum(piece.nbytes for pieces in self.scaled.values() for piece in pieces)
 
     def fetch(self) -> None:
         """Have the gradients where they are used, or on their way there."""
@@ -136,19 +153,24 @@ class Shard:
                 weight.copy_(main)
 
 
-def _cut(pieces: list[Tensor], cuts: list[tuple[int, slice]]) -> list[Tensor]:
+_Kept = TypeVar("_Kept", Tensor, Scaled)
+
+
+def _cut(pieces: list[_Kept], cuts: list[tuple[int, slice]]) -> list[_Kept]:
     return [pieces[number][part] for number, part in cuts]
 
 
 def update(rule: UpdateRule, ranges: Ranges, step: Step, computing: torch.dtype) -> None:
     """Let ``rule`` update ``ranges``, in fp32 or fp64 whatever the dtypes they are kept in."""
     kept = [*ranges.parameters, *ranges.grads, *(t for ts in ranges.states.values() for t in ts)]
-    if all(tensor.dtype == computing for tensor in kept) or rule.takes_as_kept(ranges):
+    is_one = all(tensor.dtype == computing for tensor in kept)
+    if not ranges.scaled and (is_one or rule.takes_as_kept(ranges)):
         rule.update(ranges, step)
         return
+    all_states: dict[str, Sequence[Tensor | Scaled]] = {**ranges.states, **ranges.scaled}
     for number, part, members in _portions(rule, ranges):
         main, grad = ranges.parameters[number][part], ranges.grads[number][part]
-        states = {name: pieces[number][part] for name, pieces in ranges.states.items()}
+        states = {name: pieces[number][part] for name, pieces in all_states.items()}
         wide = Ranges(
             [main.to(computing)],
             [grad.to(computing)],

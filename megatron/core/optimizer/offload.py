@@ -59,8 +59,9 @@ class HostShard(Shard):
         if self.has_masters:
             self._rounded = self._empty(buffer.dtype, pinned=self._pins_weights)
 
-    def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(sum(self.sizes), dtype=dtype, device=HOST)
+    @property
+    def state_device(self) -> torch.device:
+        return HOST
 
     def _empty(self, dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
         """Return one piece of memory of the host, cut like `spans`."""
@@ -83,8 +84,8 @@ class HostShard(Shard):
         """Return what this shard has in host memory."""
         kept = [*self.mains, *self._host_grads]
         kept += self._rounded if self.has_masters else []
-        kept += [piece for pieces in self.states.values() for piece in pieces]
-        return sum(piece.nbytes for piece in kept)
+        copies: int = sum(piece.nbytes for piece in kept)
+        return copies + self.state_bytes
 
     def fetch(self) -> None:
         _wait(self._departure)

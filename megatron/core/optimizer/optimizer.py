@@ -182,7 +182,7 @@ class Optimizer:
         return scale.reciprocal().float()
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Yield the optimizer state of this rank, parameter by parameter, as views.
+        """Yield the optimizer state of this rank, parameter by parameter, as it is kept.
 
         Weights that are updated in place are no state of the optimizer and do not appear.
         """
@@ -230,7 +230,7 @@ class Optimizer:
         return {
             **{kind: sum(each[kind] for each in held) for kind in ("weights", "gradients")},
             "masters": sum(t.nbytes for s in here if s.has_masters for t in s.mains),
-            "states": sum(t.nbytes for s in here for kept in s.states.values() for t in kept),
+            "states": sum(shard.state_bytes for shard in here),
             "host": sum(s.host_bytes for s in self.shards if isinstance(s, HostShard)),
         }
 

@@ -1,6 +1,6 @@
 """What an update rule gets: ranges of flat buffers, and how to step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.core.distributed.pieces import Member
 from megatron.core.optimizer.groups import Settings
+from megatron.core.optimizer.scaled import Scaled
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Ranges:
     """By the names of the rule."""
     members: tuple[Member, ...]
     """Parameters that lie in the ranges, in order."""
+    scaled: dict[str, list[Scaled]] = field(default_factory=dict)
+    """States that are not in `states` because no rule takes them as they are kept."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,10 @@ class PrecisionConfig(Config):
     """Dtype of the masters of half-precision weights."""
 
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = option("fp32")
-    """Dtype of Adam's first moment."""
+    """Dtype of Adam's first moment; fp16 has a scale for every 64 numbers."""
 
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = option("fp32")
-    """Dtype of Adam's second moment."""
+    """Dtype of Adam's second moment; fp16 has a scale for every 64 numbers."""
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,11 +109,11 @@ class PrecisionConfig(Config):
                     f"{said} {value} needs --use-precision-aware-optimizer; give that too, or "
                     f"leave {said} out"
                 )
-            if name.startswith("exp_avg") and value != "bf16":
-                # Squares of gradients of 1e-4 are below what fp16 holds.
+            if value == "fp8":
+                # A step changes a moment by less than half of the last of so few bits.
                 raise UserError(
-                    f"{said} {value} is not built: below 6e-8 a moment would vanish, so each needs "
-                    f"a scale, which comes in a later version; use {said} bf16"
+                    f"{said} fp8 is not built: its 4 bits would round the steps of a moment away, "
+                    f"which takes another way of rounding; use {said} bf16 or fp16"
                 )
             if self.fp64:
                 raise UserError(f"{said} {value} contradicts --fp64; drop one of them")

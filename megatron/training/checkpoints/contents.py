@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.dist_checkpointing import plan
-from megatron.core.dist_checkpointing.plan import Item
+from megatron.core.dist_checkpointing.plan import Coded, Item
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Sharding
 
@@ -46,6 +46,11 @@ class OptimizerTensor(Protocol):
 
     @property
     def tensor(self) -> Tensor: ...
+
+    @property
+    def coded(self) -> Coded | None:
+        """What keeps the numbers, where the tensor has no memory."""
+        ...
 
 
 class Optimizer(Protocol):
@@ -128,6 +133,7 @@ def _flat(
         tensor.tensor,
         coordinates=coordinates,
         sources=sources,
+        coded=tensor.coded,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core.config import Origin
 from megatron.core.distributed.config import STRATEGIES
+from megatron.core.precision import moments
 from megatron.core.utils import UserError, divisors, human_bytes
 from megatron.training.arguments import build_run
 from megatron.training.config import RunConfig
@@ -180,13 +181,17 @@ class Savings:
         precision, optimizer = self._config.precision, self._config.optimizer
         if precision.params_dtype == "float32":
             yield "--bf16", {"bf16": True}
-        if "exp_avg_sq" in precision.state_dtypes and optimizer.optimizer == "adam":
-            names = ("exp_avg_dtype", "exp_avg_sq_dtype")
-            if not precision.use_precision_aware_optimizer and precision.bf16:
-                flags = (
-                    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+        if optimizer.optimizer == "adam" and not precision.use_precision_aware_optimizer:
+            short = {
+                "exp_avg_dtype": moments.shortest(optimizer.adam_beta1),
+                "exp_avg_sq_dtype": moments.shortest(optimizer.adam_beta2),
+            }
+            short = {name: kind for name, kind in short.items() if kind != "fp32"}
+            flags = [f"--{name.replace('_', '-')} {kind}" for name, kind in short.items()]
+            if precision.bf16 and short:
+                yield (
+                    " ".join(("--use-precision-aware-optimizer", *flags)),
+                    {"use_precision_aware_optimizer": True, **short},
                 )
-                short = dict.fromkeys(names, "bf16")
-                yield flags, {"use_precision_aware_optimizer": True, **short}
         if self._config.process.device != "cpu" and not optimizer.optimizer_cpu_offload:
             yield "--optimizer-cpu-offload", {"optimizer_cpu_offload": True}

@@ -7,7 +7,7 @@ rank of tensor parallelism may own less than it holds, as may the last stage of 
 from collections.abc import Sequence
 
 from megatron.core.distributed.layout import BufferPlan
-from megatron.core.optimizer.memory import BYTES, state_bytes
+from megatron.core.optimizer.memory import BYTES, stored_bytes
 from megatron.training.config import RunConfig
 
 RANDOM = 64 * 2**10
@@ -34,7 +34,7 @@ def staged(config: RunConfig, plans: Sequence[BufferPlan]) -> int:
     states = config.shares if alone else sharers
     size = 0
     for plan in plans:
-        kept = master + state_bytes(plan.rule, config.optimizer, precision)
+        kept = master + stored_bytes(plan.rule, config.optimizer, precision)
         boxes = BOXES * (len(plan.slots) + len(plan.buckets)) * ALIGNMENT
         size += -(-plan.size * weight // weights) + boxes
         if checkpoint.save_optim:
