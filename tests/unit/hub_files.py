@@ -58,6 +58,26 @@ def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def gpt2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a tied GPT-2 as its first public files have them."""
+    hidden, vocab = config["n_embd"], config["vocab_size"]
+    shapes = {"wte.weight": (vocab, hidden), "wpe.weight": (config["n_positions"], hidden)}
+    for layer in range(config["n_layer"]):
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"h.{layer}.{norm}.{kind}": (hidden,) for kind in ("weight", "bias")}
+        for name, into, out in (
+            ("attn.c_attn", hidden, 3 * hidden),
+            ("attn.c_proj", hidden, hidden),
+            ("mlp.c_fc", hidden, 4 * hidden),
+            ("mlp.c_proj", 4 * hidden, hidden),
+        ):
+            shapes[f"h.{layer}.{name}.weight"] = (into, out)
+            shapes[f"h.{layer}.{name}.bias"] = (out,)
+        # The mask was stored as well.
+        shapes[f"h.{layer}.attn.bias"] = (1, 1, config["n_positions"], config["n_positions"])
+    return shapes | {"ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
+
+
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
@@ -74,3 +94,8 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 def write_llama(folder: Path, **settings: Any) -> Path:
     config = LLAMA | settings
     return write_folder(folder, config, random_tensors(llama_shapes(config)))
+
+
+def write_gpt2(folder: Path, **settings: Any) -> Path:
+    config = GPT2 | settings
+    return write_folder(folder, config, random_tensors(gpt2_shapes(config)))

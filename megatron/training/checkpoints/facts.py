@@ -189,7 +189,9 @@ def parts_line(parts: Sequence[str], config: CheckpointConfig, fresh: bool) -> s
         "progress": "weights only",
     }
     if fresh:
-        reasons = dict.fromkeys(reasons, "weights only: --finetune or --pretrained-checkpoint")
+        reasons = dict.fromkeys(
+            reasons, "weights only: a release, --finetune or --pretrained-checkpoint"
+        )
     return ", ".join(
         f"{part} loaded" if part in parts else f"{part} fresh ({reasons[part]})"
         for part in ("weights", "optimizer", "random", "progress")
