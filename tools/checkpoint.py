@@ -177,7 +177,7 @@ def inspect_lines(found: Mapping[str, Any], config: InspectConfig) -> list[str]:
 def verify(words: Sequence[str]) -> int:
     """Compare every byte with its checksum; return 1 and list what is damaged."""
     config = parse_tool(words, VerifyConfig, PROGRAM, leading="load").config
-    from tools.checkpoint_reading import Bar, claimed
+    from tools.checkpoint_reading import Bar, claimed, has_checksums
 
     folder = one_folder(config.load, "verify")
     sources, damages = claimed(folder, config.ckpt_step, everything=config.all)
@@ -192,7 +192,8 @@ def verify(words: Sequence[str]) -> int:
         print(f"{folder}: {len(damages)} damage(s)")
         return 1
     names = ", ".join(source.folder.name for source in sources)
-    print(f"{folder}: {names} sound: {tensors} tensors, {human_bytes(size)}")
+    only = "" if all(map(has_checksums, sources)) else "; sizes alone: there are no checksums"
+    print(f"{folder}: {names} sound: {tensors} tensors, {human_bytes(size)}{only}")
     return 0
 
 

@@ -112,16 +112,17 @@ def export_model(config: ConvertConfig) -> int:
     if target.exists() and any(target.iterdir()):
         raise UserError(f"--save ({target}) is not empty; give another folder")
     with open_checkpoint(config.load, config.ckpt_step) as source:
-        facts = source.facts
+        facts = remade.with_vocabulary(source.facts, source, config.tokenizer)
         if "num_layers" not in facts.get("config", {}):
             raise UserError(f"{source.folder} does not say what model it is of; nothing to convert")
         dtype = config.params_dtype and remade.PRECISIONS[config.params_dtype]
         view = remade.View(source, facts, dtype=dtype, weights_only=True)
-        hidden = view.shapes[f"{WEIGHTS}embedding.word_embeddings.weight"]
+        if remade.EMBEDDING not in view.tensors:
+            raise UserError(f"{source.folder} holds no weights of a language model")
         known = facts.get("hugging_face", {})
         made = export(
             remade.part_of(TransformerConfig, facts),
-            hidden.shape[0],
+            view.tensors[remade.EMBEDDING].shape[0],
             {key.removeprefix(WEIGHTS): shape for key, shape in view.shapes.items()},
             lambda name, box: view.read(WEIGHTS + name, box),
             token_ids={name: known[name] for name in TOKEN_IDS if name in known},

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge import files
+from megatron.bridge.settings import read_json
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.detect import format_of
-from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError, StoredTensor
+from megatron.core.dist_checkpointing.format import CHUNK, StoredTensor
 from megatron.core.dist_checkpointing.plan import volume
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.statistics import difference, whole_box
@@ -17,7 +19,6 @@ from megatron.core.progress import Progress
 from megatron.core.utils import UserError, human_bytes
 from megatron.training.checkpoints import source as sources
 from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, WEIGHTS
-from megatron.training.checkpoints.remade import true_shape
 
 LINES = 100
 """Most lines that a job's progress makes in a log file."""
@@ -26,6 +27,8 @@ QUIET = 1.0
 # Facts that say when and where a checkpoint was written, and the run's settings: they are listed
 # where they differ, but two checkpoints are not different for it.
 ASIDE = ("environment", "config")
+# Facts that say nothing where a checkpoint lacks them.
+OPTIONAL = (*ASIDE, "vocabulary", "tokenizer", "objective", "hugging_face")
 
 
 class Bar(AbstractContextManager["Bar"]):
@@ -67,10 +70,31 @@ def open_checkpoint(folder: str, step: int | None) -> Checkpoint:
         raise UserError(f"{folder} does not exist")
     if format_of(root) is not None:
         return Checkpoint(root)
+    if is_hub_folder(root):
+        return _open_hub_folder(root)
     found = sources.find(folder, step, say)
     if found is None:
         raise UserError(f"{folder} holds no checkpoint")
     return Checkpoint(found.folder, found.index)
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Return whether a folder is one of the transformers library's."""
+    return (folder / "config.json").exists() and format_of(folder) is None
+
+
+def _open_hub_folder(folder: Path) -> Checkpoint:
+    index = files.safetensors_index(folder)
+    index.facts["config"] = read_json(folder / "config.json")
+    return Checkpoint(folder, index)
+
+
+def has_checksums(source: Checkpoint) -> bool:
+    """Return whether there is anything to compare the bytes with."""
+    stored = source.tensors.values()
+    return bool(source.index.blocks) or all(
+        box.crc32 is not None for tensor in stored for box in tensor.boxes
+    )
 
 
 def claimed(
@@ -84,7 +108,7 @@ def claimed(
     root = Path(folder)
     if not root.exists():
         raise UserError(f"{folder} does not exist")
-    if format_of(root) is not None:
+    if format_of(root) is not None or is_hub_folder(root):
         return _opened([root])
     if step is not None:
         path = root / catalog.folder_name(step)
@@ -105,8 +129,9 @@ def _opened(folders: Sequence[Path]) -> tuple[list[Checkpoint], list[str]]:
     opened, damages = [], []
     for folder in folders:
         try:
-            opened.append(Checkpoint(folder))
-        except CheckpointError as error:
+            hub = format_of(folder) is None and is_hub_folder(folder)
+            opened.append(_open_hub_folder(folder) if hub else Checkpoint(folder))
+        except UserError as error:
             damages.append(str(error))
     return opened, damages
 
@@ -159,7 +184,7 @@ def compared(
 ) -> dict[str, Any]:
     """Return where two checkpoints differ, as JSON has it.
 
-    Rows that only pad a vocabulary are left out. Facts count, but for those of `ASIDE`; where only
+    Rows that pad one of them are left out. Facts count, but for those of `ASIDE`; where only
     some tensors are compared they are left out.
     """
     keys = sorted(left.tensors.keys() | right.tensors.keys())
@@ -189,12 +214,10 @@ def _compared(
     entry: dict[str, Any] = {}
     if a.dtype != b.dtype:
         entry["dtype"] = [a.dtype, b.dtype]
-    rows = [side.facts.get("vocabulary_rows") for side in (left, right)]
-    known = next((count for count in rows if count is not None), None)
-    shapes = [true_shape(tensor, known, key) for tensor in (a, b)]
-    if shapes[0] != shapes[1]:
-        return {**entry, "shape": [list(shape) for shape in shapes]}
-    found = difference(key, shapes[0], left.read, right.read, tolerance, bar)
+    shape = _common_shape(a, b)
+    if shape is None:
+        return {**entry, "shape": [list(tensor.shape) for tensor in (a, b)]}
+    found = difference(key, shape, left.read, right.read, tolerance, bar)
     if found.different:
         entry |= {
             "elements": found.elements,
@@ -207,12 +230,26 @@ def _compared(
     return entry
 
 
+def _common_shape(a: StoredTensor, b: StoredTensor) -> tuple[int, ...] | None:
+    """Return the shape of two tensors, without rows that pad one of them; None if they differ."""
+    if a.shape == b.shape:
+        return a.shape
+    if not a.shape or a.shape[1:] != b.shape[1:]:
+        return None
+    less, more = sorted((a, b), key=lambda tensor: tensor.shape[0])
+    return less.shape if more.shape[0] - less.shape[0] < more.padded_to else None
+
+
 def _unequal_facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what both say otherwise; a setting that one of them lacks says nothing."""
+    """Return which facts differ; some say nothing where a checkpoint lacks them."""
     a, b = _flat(left), _flat(right)
     names = sorted((a.keys() | b.keys()) - {"published"})
-    names = [name for name in names if not name.startswith(ASIDE) or (name in a and name in b)]
-    return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
+    return {
+        name: [a.get(name), b.get(name)]
+        for name in names
+        if a.get(name) != b.get(name)
+        and not (name.startswith(OPTIONAL) and None in (a.get(name), b.get(name)))
+    }
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

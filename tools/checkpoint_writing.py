@@ -98,7 +98,7 @@ class ConvertConfig(Config):
     target: str = option(
         "megatron", flag="--to", aliases=("--saver",), parse=format_named, metavar="FORMAT"
     )
-    """megatron (this project's), torch_dist, or hf."""
+    """megatron (this project's), torch_dist (Megatron-core's), or hf."""
 
     model_type: Literal["GPT"] = option("GPT")
     """Kind of model."""
@@ -140,12 +140,15 @@ def reshard(words: Sequence[str]) -> int:
     """Copy a checkpoint into large boxes."""
     config = parse_tool(words, ReshardConfig, PROGRAM).config
     check_folder("--save", config.save)
+    from megatron.core.dist_checkpointing.format import FORMAT
     from megatron.training.checkpoints import remade
     from tools.checkpoint_reading import open_checkpoint, say
 
     say("no layout needs this: a checkpoint in this project's format is read by any as it is")
     dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
     with open_checkpoint(config.load, config.ckpt_step) as source:
+        if source.format != FORMAT:
+            raise UserError(f"{source.folder} is in the format {source.format}; convert reads it")
         _not_in_place(source.folder, config.save)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=config.optim)
         view = remade.View(source, facts, dtype=dtype, with_optimizer=config.optim)
@@ -156,12 +159,12 @@ def reshard(words: Sequence[str]) -> int:
 def convert(words: Sequence[str]) -> int:
     """Bring a checkpoint into another format."""
     config = parse_tool(words, ConvertConfig, PROGRAM, others=OTHERS).config
-    from tools.checkpoint_reading import say
+    from tools.checkpoint_reading import is_hub_folder, say
 
     _refuse_targets(config, say)
     check_folder("--save", config.save)
     folder = Path(config.load)
-    theirs = config.source == "hf" or (config.source is None and _is_hub_folder(folder))
+    theirs = config.source == "hf" or (config.source is None and is_hub_folder(folder))
     if theirs and config.target == "hf":
         raise UserError(
             f"--load ({config.load}) is in the format hf, and so is --to; nothing to do"
@@ -188,12 +191,6 @@ def _refuse_targets(config: ConvertConfig, say: Any) -> None:
     ):
         if size is not None:
             say(f"{flag} {size} has no effect: the result is read by any layout")
-
-
-def _is_hub_folder(folder: Path) -> bool:
-    from megatron.core.dist_checkpointing.detect import format_of
-
-    return (folder / "config.json").exists() and format_of(folder) is None
 
 
 def _name_of(source: "Checkpoint") -> "Name":
@@ -258,10 +255,10 @@ def _convert_ours(config: ConvertConfig) -> int:
         if config.source not in (None, found):
             raise UserError(f"--from {config.source}: {source.folder} is in the format {found}")
         _not_in_place(source.folder, config.save)
-        _take_rows(source, config.tokenizer)
         with_optimizer = config.optim and source.facts.get("parts", {}).get("optimizer", False)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=with_optimizer)
-        if config.target == "megatron":
+        facts = remade.with_vocabulary(facts, source, config.tokenizer)
+        if config.target == "megatron":  # the other's lengths of schedules go by the batch
             facts = remade.without_layout(facts)
         view = remade.View(source, facts, dtype=dtype, with_optimizer=with_optimizer)
         if config.target == "torch_dist":
@@ -269,13 +266,6 @@ def _convert_ours(config: ConvertConfig) -> int:
         else:
             write_ours(config.save, _name_of(source), view.shapes, view.read, facts, config.files)
     return 0
-
-
-def _take_rows(source: "Checkpoint", tokenizer: TokenizerConfig) -> None:
-    """Let --vocab-size say how many rows of another program's vocabulary are no padding."""
-    if tokenizer.vocab_size is not None:
-        ids = tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
-        source.facts.setdefault("vocabulary_rows", ids)
 
 
 def write_torch_dist(save: str, name: "Name", view: "View") -> None:

@@ -75,11 +75,9 @@ def open_weights(folder: Path) -> Weights:
     Raises:
         UserError: there are none, or a file is not what it should be.
     """
-    for name in (SAFE, PICKLED):
-        listing = folder / f"{name}.index.json"
-        if listing.exists() or (folder / name).exists():
-            files = _listed(listing) if listing.exists() else {name: None}
-            return (_SafeTensors if name == SAFE else _Pickled)(folder, files)
+    for name, opened in ((SAFE, _SafeTensors), (PICKLED, _Pickled)):
+        if (folder / f"{name}.index.json").exists() or (folder / name).exists():
+            return opened(folder)
     raise UserError(
         f"{folder} has none of {SAFE}, {SAFE}.index.json, {PICKLED} and {PICKLED}.index.json"
     )
@@ -110,17 +108,29 @@ def _agree(path: Path, listed: set[str] | None, found: set[str]) -> None:
     raise UserError(f"{path} is not what its index says: it {said}")
 
 
+def safetensors_index(folder: Path) -> Index:
+    """Return the index of a folder's safetensors files, as if they were a checkpoint of ours.
+
+    Raises:
+        UserError: there are none, or a file is not what it should be.
+    """
+    listing = folder / f"{SAFE}.index.json"
+    files: Listing = _listed(listing) if listing.exists() else {SAFE: None}
+    index = Index(format="safetensors")
+    for file, listed in files.items():
+        found = _read_header(folder / file)
+        _agree(folder / file, listed, set(found))
+        twice = sorted(found.keys() & index.tensors.keys())
+        if twice:
+            raise UserError(f"{folder}: several files hold {', '.join(twice)}")
+        index.files[file] = os.stat(folder / file).st_size
+        index.tensors.update(found)
+    return index
+
+
 class _SafeTensors:
-    def __init__(self, folder: Path, files: Listing) -> None:
-        index = Index()
-        for file, listed in files.items():
-            found = _read_header(folder / file)
-            _agree(folder / file, listed, set(found))
-            twice = sorted(found.keys() & index.tensors.keys())
-            if twice:
-                raise UserError(f"{folder}: several files hold {', '.join(twice)}")
-            index.files[file] = os.stat(folder / file).st_size
-            index.tensors.update(found)
+    def __init__(self, folder: Path) -> None:
+        index = safetensors_index(folder)
         self.tensors = {
             name: Shape(tensor.dtype, tensor.shape) for name, tensor in index.tensors.items()
         }
@@ -167,7 +177,7 @@ def _entry(name: str, entry: Mapping[str, Any], file: str, base: int, data: int)
         raise ValueError(f"{name} has dtype {entry['dtype']}, which cannot be read here")
     shape = tuple(int(size) for size in entry["shape"])
     start, stop = (int(offset) for offset in entry["data_offsets"])
-    box = StoredBox(tuple((0, extent) for extent in shape), file, base + start, 0)
+    box = StoredBox(tuple((0, extent) for extent in shape), file, base + start, None)
     tensor = StoredTensor(_DTYPES[entry["dtype"]], shape, [box])
     if start < 0 or stop > data or stop - start != tensor.bytes_of(box):
         raise ValueError(f"{name} would lie from byte {start} to {stop} of {data}")
@@ -175,7 +185,9 @@ def _entry(name: str, entry: Mapping[str, Any], file: str, base: int, data: int)
 
 
 class _Pickled:
-    def __init__(self, folder: Path, files: Listing) -> None:
+    def __init__(self, folder: Path) -> None:
+        listing = folder / f"{PICKLED}.index.json"
+        files: Listing = _listed(listing) if listing.exists() else {PICKLED: None}
         self._tensors: dict[str, Tensor] = {}
         for file, listed in files.items():
             found = _load(folder / file)

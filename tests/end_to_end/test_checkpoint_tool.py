@@ -425,6 +425,76 @@ def test_an_imported_model_generates(imported: Path, capsys: pytest.CaptureFixtu
     assert len(capsys.readouterr().out.split()) == 7
 
 
+# Megatron-core's format
+
+MCORE = ROOT / "tests" / "data" / "mcore_trajectories" / "llama" / "dist_ckpt_iter5"
+
+
+def test_a_checkpoint_of_megatron_core_becomes_ours_and_theirs_again(
+    tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool("verify", MCORE) == 0
+    with pytest.raises(UserError, match="how many are true; give --vocab-size"):
+        tool("convert", "--load", MCORE, "--save", tmp_path / "ours")
+    with pytest.raises(UserError, match="cannot come from a vocabulary of 129"):
+        tool("convert", "--load", MCORE, "--save", tmp_path / "ours", "--vocab-size", 129)
+    with pytest.raises(UserError, match="--from megatron: .* is in the format torch_dist"):
+        tool("convert", "--load", MCORE, "--save", tmp_path / "ours", "--from", "megatron")
+    with pytest.raises(UserError, match="convert reads it"):
+        tool("reshard", "--load", MCORE, "--save", tmp_path / "ours")
+    words = ("convert", "--load", MCORE, "--save", tmp_path / "ours", "--from", "torch_dist")
+    assert tool(*words, "--vocab-size", 128) == 0
+    assert tool("verify", tmp_path / "ours") == 0 and tool("diff", MCORE, tmp_path / "ours") == 0
+    words = ("convert", "--load", tmp_path / "ours", "--save", tmp_path / "theirs")
+    assert tool(*words, "--to", "torch_dist") == 0
+    assert tool("diff", MCORE, tmp_path / "theirs") == 0
+    assert catalog.read_tracker(tmp_path / "theirs") == 5
+    capsys.readouterr()
+    assert tool("inspect", tmp_path / "theirs", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "torch_dist"
+    assert {part["tensors"] for part in found["parts"].values()} == {15}
+
+
+def test_a_vocabulary_without_its_padding(tmp_path: Path, tool: Tool) -> None:
+    words = ("convert", "--load", MCORE, "--save", tmp_path / "cut", *NULL[:3], 100)
+    assert tool(*words) == 0
+    with Checkpoint(tmp_path / "cut" / "iter_0000005") as made, Checkpoint(MCORE) as source:
+        for name in ("embedding.word_embeddings", "output_layer"):
+            rows = made.read(f"model.{name}.weight")
+            assert torch.equal(rows, source.read(f"model.{name}.weight")[:101])
+        assert made.facts["vocabulary_rows"] == made.facts["vocabulary"] == 101
+    assert tool("diff", tmp_path / "cut", MCORE) == 0
+
+
+def test_a_run_reaches_the_transformers_library_by_way_of_megatron_core(
+    run: Path, tmp_path: Path, tool: Tool
+) -> None:
+    for load, save, to in (
+        (run, tmp_path / "mcore", "torch_dist"),
+        (tmp_path / "mcore", tmp_path / "by_way", "hf"),
+        (run, tmp_path / "straight", "hf"),
+    ):
+        assert tool("convert", "--load", load, "--save", save, "--to", to) == 0
+    for folder in ("by_way", "straight"):
+        assert (tmp_path / folder / "config.json").exists()
+    assert tool("diff", tmp_path / "straight", tmp_path / "by_way") == 0
+
+
+def test_a_folder_of_theirs_is_looked_into_like_a_checkpoint(
+    theirs: Path, tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool("inspect", theirs) == 0
+    assert "format safetensors" in capsys.readouterr().out
+    assert tool("verify", theirs) == 0
+    assert "20 tensors" in (out := capsys.readouterr().out) and "no checksums" in out
+    cut = Path(shutil.copytree(theirs, tmp_path / "cut"))
+    data = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(data[:-4])
+    assert tool("verify", cut) == 1
+    assert tool("diff", theirs, write_llama(tmp_path / "same", bos_token_id=1)) == 0
+
+
 # memory
 
 

@@ -22,7 +22,9 @@ from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Box, box_shape
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 from megatron.training.checkpoints.contents import MASTERS, OPTIMIZER, RANDOM, WEIGHTS
@@ -42,6 +44,9 @@ _LAYOUT = frozenset(
         "make_vocab_size_divisible_by".split(),
     )
 )
+
+
+EMBEDDING = f"{WEIGHTS}embedding.word_embeddings.weight"
 
 
 class View:
@@ -72,7 +77,7 @@ class View:
         self.files = source.files
         self.tensors: dict[str, StoredTensor] = {}
         self._taken: dict[str, str] = {}
-        rows = source.facts.get("vocabulary_rows")
+        rows = facts.get("vocabulary_rows")
         for key, stored in sorted(source.tensors.items()):
             if key.startswith(OPTIMIZER) and not (with_optimizer and not weights_only):
                 continue
@@ -116,16 +121,60 @@ def true_shape(stored: TensorFacts, rows: int | None, key: str) -> tuple[int, ..
     """Return the shape of a tensor without rows that only pad the vocabulary.
 
     Raises:
-        UserError: there may be such rows, and the checkpoint does not say how many are true.
+        UserError: there may be such rows, and ``rows``, how many are true, is not known or cannot
+            be right.
     """
     if stored.padded_to == 1:
         return stored.shape
+    there = stored.shape[0]
     if rows is None:
         raise UserError(
-            f"{key} has {stored.shape[0]} rows, of which some may only pad the vocabulary, and the "
-            "checkpoint does not say how many are true; give --vocab-size"
+            f"{key} has {there} rows, of which some may only pad the vocabulary, and the "
+            "checkpoint does not say how many are true; give --vocab-size, or --tokenizer-type and "
+            "its files"
         )
-    return (min(rows, stored.shape[0]), *stored.shape[1:])
+    if not 0 <= there - rows < stored.padded_to:
+        raise UserError(
+            f"{key} has {there} rows, padded to a multiple of {stored.padded_to}, which cannot "
+            f"come from a vocabulary of {rows}; give --vocab-size, or the right tokenizer"
+        )
+    return (rows, *stored.shape[1:])
+
+
+def with_vocabulary(
+    facts: Mapping[str, Any], source: Reader, given: TokenizerConfig
+) -> dict[str, Any]:
+    """Return the facts with the true rows of the vocabulary, where they have to be found out.
+
+    They are those of a tokenizer that flags name, or ``--vocab-size``, or what the facts say; else
+    the tokenizer's that the checkpoint names, if its embedding may be padded.
+
+    Raises:
+        UserError: a tokenizer cannot be loaded.
+    """
+    stored = source.tensors.get(EMBEDDING)
+    config = given
+    if given.tokenizer_type is None:
+        if given.vocab_size is not None:
+            return {**facts, "vocabulary_rows": given.vocab_size}
+        if stored is None or stored.padded_to == 1 or facts.get("vocabulary_rows") is not None:
+            return dict(facts)
+        config = part_of(TokenizerConfig, facts)
+        if config.tokenizer_type is None:
+            return dict(facts)
+    tokenizer = build_tokenizer(config)
+    rows = resolve_vocabulary(config, tokenizer.vocab_size).rows
+    if stored is not None and stored.padded_to == 1:
+        rows = stored.shape[0]
+        config = fitted(config, tokenizer, rows)
+    settings = {name: as_json(value) for name, value in config.flatten().items()}
+    return {
+        **facts,
+        "config": {**facts.get("config", {}), **settings},
+        "tokenizer": tokenizer.fingerprint(),
+        "vocabulary": tokenizer.vocab_size,
+        "vocabulary_rows": rows,
+    }
 
 
 def part_of(cls: Any, facts: Mapping[str, Any]) -> Any:
