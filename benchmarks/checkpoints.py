@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=512, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=8, help="0 leaves them out")
-    parser.add_argument("--compute", type=float, default=0.5, help="seconds")
+    parser.add_argument("--compute", type=float, default=2.0, help="seconds")
     parser.add_argument("--folder", help="on the disk to measure; a temporary one when absent")
     parser.add_argument("--json", metavar="FILE", help="write every round to this file")
     arguments = parser.parse_args()

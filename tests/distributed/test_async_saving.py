@@ -6,6 +6,7 @@ full.
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.format import read_index
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
+from megatron.core.utils import silent
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.config import CheckpointConfig
 from megatron.training.failing.failure import RunFailed
@@ -149,3 +151,38 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(
     for name in kept:
         with Checkpoint(tmp_path / name) as checkpoint:
             assert checkpoint.damages() == []
+
+
+def fail_beside_a_save(rank: int, folder: str, alike: bool) -> list[int]:
+    """Fail on all ranks, or on one alone, while a save is under way that one rank is slow with."""
+    mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
+    chunks, optimizer = build(mesh)
+    config, seen = CheckpointConfig.resolve(save=folder, async_save=True), list[int]()
+
+    def saved(_: Path, of: TrainState) -> None:
+        seen.append(of.iteration)
+
+    saver = Saver(config, mesh, chunks, optimizer, FACTS, silent, saved)
+    write = os.pwrite
+
+    def slow(descriptor: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.5 * rank)
+        return write(descriptor, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", slow)
+        saver.save(TrainState(7), last=False)
+        saver.rescue(alike=alike)
+    # A rank that ends takes the others with it: by now it must be there.
+    if alike:
+        assert (Path(folder) / "iter_0000007").exists()
+    return seen
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_failure_of_all_ranks_finishes_the_save_under_way(
+    pool: Pool, tmp_path: Path, alike: bool
+) -> None:
+    first, second = pool.run(2, fail_beside_a_save, str(tmp_path), alike)
+    assert first == ([7] if alike else []) and second == []
+    assert (tmp_path / "latest_checkpointed_iteration.txt").exists() == alike

@@ -130,24 +130,24 @@ class BackgroundSave:
         """End the save without a collective, when training cannot go on: publish if all is there.
 
         Every rank waits for its own thread. Rank 0 waits as long as ``seconds`` more for the marks
-        of the others, which may be there no longer; without all of them nothing is published.
+        of the others, which may be there no longer; without all of them nothing is published. The
+        others wait for that as long: a rank that ends takes rank 0 with it. Rank 0 gets the index.
         """
         self._join()
-        others = [self._partial / mark(rank) for rank in range(self._world.size)]
-        if self._problem is not None or self._world.coordinate != 0:
+        if self._problem is not None:
             return None
-        limit = time.monotonic() + seconds
-        while not all(path.exists() for path in others):
-            if time.monotonic() > limit:
-                return None
-            time.sleep(0.05)
+        if self._world.coordinate != 0:
+            _wait(lambda: not self._partial.exists(), seconds)
+            return None
+        marks = [self._partial / mark(rank) for rank in range(self._world.size)]
+        if not _wait(lambda: all(path.exists() for path in marks), seconds):
+            return None
         published: list[Index] = []
-        attempt(
-            lambda: published.append(
-                publish(self._partial, self.final, self._world.size, self._facts)
-            ),
-            True,
-        )
+
+        def act() -> None:
+            published.append(publish(self._partial, self.final, self._world.size, self._facts))
+
+        attempt(act, True)
         return published[0] if published else None
 
     def abandon(self) -> None:
@@ -177,3 +177,13 @@ def _own_stream(device: torch.device | None) -> Iterator[None]:
         return
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         yield
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether a condition has come true within ``seconds``."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True

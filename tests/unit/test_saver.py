@@ -1,0 +1,123 @@
+"""A run's saves one after the other: who waits for whom, what is published, also after a fault."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing import catalog, format
+from megatron.training.checkpoints.saver import Saver
+from megatron.training.config import CheckpointConfig
+from megatron.training.failing.failure import RunFailed
+from tests.unit.test_checkpointing import MESH, Run, equal
+
+
+class Beside:
+    """A toy run that saves beside training, whose writes wait for a word."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, **settings: object) -> None:
+        self.run, self.lines, self.saved = Run(folder), list[str](), list[int]()
+        self.allowed, self.error = threading.Event(), None
+        write = os.pwrite
+
+        def gated(descriptor: int, data: memoryview, offset: int) -> int:
+            assert self.allowed.wait(60)
+            if self.error is not None:
+                raise self.error
+            return write(descriptor, data, offset)
+
+        patch.setattr(os, "pwrite", gated)
+        config = CheckpointConfig.resolve(save=str(folder), async_save=True, **settings)
+        self.saver = Saver(
+            config,
+            MESH,
+            [self.run.model],
+            self.run.optimizer,
+            self.run.facts,
+            self.lines.append,
+            lambda folder, state: self.saved.append(state.iteration),
+        )
+
+    def save(self, iteration: int, *, last: bool = False) -> None:
+        self.run.train(iteration)
+        self.saver.save(self.run.state, last)
+
+    def train(self, until: int) -> None:
+        """Train on, as the loop does: no update before copies are made."""
+        self.saver.settle()
+        self.run.train(until)
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Beside]:
+    return lambda **settings: Beside(tmp_path / "save", monkeypatch, **settings)
+
+
+def test_training_goes_on_and_the_save_is_of_its_iteration(
+    beside: Callable[..., Beside], tmp_path: Path
+) -> None:
+    run = beside()
+    run.save(2)
+    wanted = run.run.weights()
+    run.train(5)
+    run.saver.look()
+    assert run.saved == [] and run.run.state.iteration == 5
+    assert not (tmp_path / "save" / catalog.TRACKER).exists()
+    run.allowed.set()
+    while not run.saved:
+        run.saver.look()
+    assert run.saved == [2] and catalog.read_tracker(tmp_path / "save") == 2
+    loaded = Run(tmp_path / "save", seed=9).load()
+    assert loaded.state.iteration == 2 and equal(loaded.weights(), wanted)
+    assert "of which training waited" in run.lines[-1]
+
+
+def test_a_second_save_waits_and_retention_follows_each(beside: Callable[..., Beside]) -> None:
+    run = beside(save_keep_last=1)
+    threading.Timer(0.2, run.allowed.set).start()
+    for iteration in (1, 2, 3):
+        run.save(iteration)
+        assert run.saved == list(range(1, iteration))
+        run.train(iteration)
+    run.save(4, last=True)
+    assert run.saved == [1, 2, 3, 4]  # the last one is not left to the background
+    found = catalog.scan(Path(run.saver._config.save or ""))
+    assert [one.name for one in found.complete] == [4] and found.unfinished == []
+    assert run.saver.bytes > 0 and run.saver.longest > 0.1
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_failed_save_ends_the_run_only_if_asked(
+    beside: Callable[..., Beside], stops: bool
+) -> None:
+    run = beside(exit_on_failed_save=stops)
+    run.allowed.set()
+    run.save(1)
+    run.saver.finish()
+    run.error = OSError(28, "No space left on device")
+    run.save(2)
+    if stops:
+        with pytest.raises(RunFailed, match="iteration 2 was not saved.*No space left"):
+            run.saver.finish()
+    else:
+        run.saver.finish()
+    assert "WARNING: saving iteration 2" in run.lines[-1]
+    assert run.saved == [1]
+    run.error = None
+    run.save(3, last=True)
+    assert run.saved == [1, 3]
+
+
+def test_a_run_that_fails_finishes_the_save_under_way(
+    beside: Callable[..., Beside], tmp_path: Path
+) -> None:
+    run = beside()
+    threading.Timer(0.2, run.allowed.set).start()
+    run.save(3)
+    run.saver.rescue(alike=True)
+    assert run.saved == [3] and catalog.read_tracker(tmp_path / "save") == 3
+    assert format.read_index(tmp_path / "save" / "iter_0000003").facts["iteration"] == 3
+    run.saver.rescue(alike=True)  # nothing is under way
+    assert run.saved == [3]
