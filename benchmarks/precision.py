@@ -12,9 +12,11 @@ so steeply that one skipped step shows. For each run:
     skipped      iterations left out because gradients overflowed, and the loss scale at the end
 
 The first run is fp32 too, with microbatches of half the size: it only adds up in another order, so
-its differences are what rounding alone grows into. The program ends with 1 if a run leaves its
-bounds (`BOUNDS`). Products of halves go by way of fp32 on every CPU, so that its units for half
-precision, if it has any, do not count; with ``--products native`` they do.
+its differences are what rounding alone grows into. Runs with
+`SLOW_DECAY` have Adam's default beta2 of 0.999, and so has the fp32 run beside them; the others
+have 0.95. The program ends with 1 if a run leaves its bounds (`BOUNDS`). Products of halves go by
+way of fp32 on every CPU, so that its units for half precision, if it has any, do not count; with
+``--products native`` they do.
 """
 
 import argparse
@@ -38,6 +40,8 @@ TRAINING = (
     "--lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --split 90,10,0 --num-workers 0 "
     "--make-vocab-size-divisible-by 64 --eval-iters 20 --log-interval 100 --device cpu"
 )
+SLOW_DECAY = "--adam-beta2 0.999"
+PRECISE = "--bf16 --use-precision-aware-optimizer"
 # A scale that grows every 20 steps overflows now and then, as it does in a long run.
 FP16 = "--fp16 --initial-loss-scale 65536 --loss-scale-window 20 --hysteresis 1"
 RUNS = {
@@ -45,10 +49,13 @@ RUNS = {
     "bf16": "--bf16",
     "bf16-stream": "--bf16 --fp32-residual-connection",
     "bf16-grads": "--bf16 --grad-reduce-in-bf16",
-    "bf16-optimizer": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
-    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "bf16-optimizer": f"{PRECISE} --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16",
     "fp16": FP16,
     "fp16-losses": f"{FP16} --fp16-lm-cross-entropy",
+    "bf16-slow": f"--bf16 {SLOW_DECAY}",
+    "fp16-moments": f"{PRECISE} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 {SLOW_DECAY}",
+    "mixed-moments": f"{PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 {SLOW_DECAY}",
 }
 WINDOW = 10
 BOUNDS = {
@@ -59,6 +66,9 @@ BOUNDS = {
     "bf16-optimizer": (0.03, 0.015),
     "fp16": (0.01, 0.005),
     "fp16-losses": (0.01, 0.005),
+    "bf16-slow": (0.03, 0.015),
+    "fp16-moments": (0.03, 0.015),
+    "mixed-moments": (0.03, 0.015),
 }
 """Most that a window, and the validation loss, may differ from fp32's, relative to it."""
 
@@ -113,6 +123,11 @@ def compare(rows: list[dict[str, Any]], exact: list[dict[str, Any]]) -> dict[str
     }
 
 
+def decay_of(run: str) -> str:
+    """Return the flags that a run shares with the fp32 run beside it."""
+    return SLOW_DECAY if SLOW_DECAY in RUNS[run] else ""
+
+
 def windows_of(rows: list[dict[str, Any]]) -> list[float]:
     """Return mean losses of windows of iterations; a skipped one has a loss as well."""
     losses = [row["lm_loss"] for row in rows if "split" not in row]
@@ -138,19 +153,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     asked = parser.parse_args(argv)
     found = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         corpus = f"--input {ROOT}/data/shakespeare.jsonl --append-eod --workers 1"
         output = f"--output-prefix {folder}/plays"
         call("tools/preprocess_data.py", *f"{corpus} {TOKENIZER} {output}".split())
         native = asked.products == "native"
-        exact = train(folder, "fp32", "", asked.iterations, native)
-        start, end = windows_of(exact)[0], windows_of(exact)[-1]
-        print(f"fp32: loss {start:.3f} -> {end:.3f}, validation {validation(exact):.4f}")
+        exact = {}
+        for decay in sorted({decay_of(run) for run in asked.runs}):
+            name = "fp32-slow" if decay else "fp32"
+            rows = train(folder, name, decay, asked.iterations, native)
+            start, end = windows_of(rows)[0], windows_of(rows)[-1]
+            print(f"{name}: loss {start:.3f} -> {end:.3f}, validation {validation(rows):.4f}")
+            exact[decay] = rows
         print("| run | loss | largest | last | validation | skipped | loss scale |")
         print("|---|---:|---:|---:|---:|---:|---:|")
         for run in asked.runs:
-            one = compare(train(folder, run, RUNS[run], asked.iterations, native), exact)
+            rows = train(folder, run, RUNS[run], asked.iterations, native)
+            one = compare(rows, exact[decay_of(run)])
             found[run] = one
             shares = " | ".join(f"{one[key]:.3%}" for key in ("largest", "last", "validation"))
             tail = f"{one['skipped']:.0f} | {one['loss_scale']:g}"

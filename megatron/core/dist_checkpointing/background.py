@@ -165,8 +165,8 @@ class BackgroundSave:
 
 def _device(items: Iterable[Item]) -> torch.device | None:
     """Return the CUDA device of ``items``, if they lie on one."""
-    tensors = (piece.tensor for item in items for piece in item.pieces)
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    devices = (piece.device for item in items for piece in item.pieces)
+    return next((device for device in devices if device.type == "cuda"), None)
 
 
 @contextmanager
