@@ -2,10 +2,13 @@
 
 import argparse
 import pickle
+import random
+import re
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -81,7 +84,13 @@ def save_legacy(folder: Path, weights: Tensors, ranks: int, stages: int, **args:
                 "checkpoint_version": 3.0,
                 "iteration": 10,
                 "model": held,
-                "rng_state": [{"np_rng_state": ("MT19937", [1], 0)}],
+                "rng_state": [
+                    {
+                        "np_rng_state": np.random.get_state(),
+                        "random_rng_state": random.getstate(),
+                        "torch_rng_state": torch.get_rng_state(),
+                    }
+                ],
             }
             torch.save(state, path)
 
@@ -163,6 +172,24 @@ def test_legacy_files_that_do_not_make_a_model_are_refused(tmp_path: Path) -> No
 
 def save_dcp(folder: Path, state: dict[str, Any]) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("__0_0.distcp", r"has no \.metadata: the save of it never finished"),
+        ("decoder.weight/.zarray", "is in the format zarr"),
+        ("mp_rank_00_000_001/model_optim_rng.pt", "experts in the format torch"),
+    ],
+)
+def test_what_cannot_be_read_is_called_by_its_name(tmp_path: Path, file: str, said: str) -> None:
+    path = tmp_path / "iter_0000001" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(CheckpointError, match=said):
+        open_index(tmp_path / "iter_0000001")
+    (reason,) = catalog.scan(tmp_path).ignored.values()
+    assert re.search(said, reason)
 
 
 def test_torch_dcp_gives_weights(tmp_path: Path) -> None:

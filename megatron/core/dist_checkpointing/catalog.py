@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from megatron.core.dist_checkpointing.detect import format_of, mark_of, open_index
-from megatron.core.dist_checkpointing.format import FORMAT, CheckpointError, Index, open_complete
+from megatron.core.dist_checkpointing.format import FORMAT, CheckpointError, Index
 from megatron.core.dist_checkpointing.save import PARTIAL, REPLACED
 from megatron.core.utils import atomic_path
 
@@ -144,7 +144,7 @@ def _examine(catalog: Catalog, name: Name, folder: Path) -> None:
         catalog.complete.append(Found(name, folder, Index(format=kind)))
         return
     try:
-        catalog.complete.append(Found(name, folder, open_complete(folder)))
+        catalog.complete.append(Found(name, folder, open_index(folder)))
     except CheckpointError as error:
         catalog.ignored[folder] = str(error)
 

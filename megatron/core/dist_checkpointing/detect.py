@@ -40,10 +40,26 @@ def open_index(folder: Path) -> Index:
     Raises:
         CheckpointError: it is not whole, or a file is absent or has another size.
     """
-    read = _FOREIGN.get(format_of(folder) or FORMAT)
+    kind = format_of(folder)
+    if kind is None:
+        _refuse_others(folder)
+    read = _FOREIGN.get(kind or FORMAT)
     if read is None:
         return open_ours(folder)
     try:
         return read(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
+
+
+def _refuse_others(folder: Path) -> None:
+    """Say what a folder is that is nearly a checkpoint, or one that cannot be read."""
+    if any(folder.glob("*.distcp")):
+        raise CheckpointError(f"{folder} has no {METADATA}: the save of it never finished")
+    if any(folder.glob("*/.zarray")):
+        raise CheckpointError(
+            f"{folder} is in the format zarr, which Megatron-core gave up; load it with a "
+            "Megatron-core that still reads it and save it as torch_dist"
+        )
+    if any(folder.glob("mp_rank_*_*_*/*.pt")):
+        raise CheckpointError(f"{folder}: experts in the format {legacy.NAME} cannot be read")
