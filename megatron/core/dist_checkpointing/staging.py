@@ -43,6 +43,7 @@ class HostBuffer:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
 
     @property
     def bytes(self) -> int:
@@ -61,12 +62,14 @@ class HostBuffer:
             self._memory = torch.empty(size, dtype=torch.uint8)
             if pinned:
                 _pin(self._memory)
+                self._pinned = True
         return self._memory[:size]
 
     def free(self) -> None:
         """Give the memory back."""
-        if self._memory.is_pinned():
+        if self._pinned:
             _unpin(self._memory)
+            self._pinned = False
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
