@@ -85,6 +85,20 @@ def test_steps_are_those_of_the_cpu_in_float64(rule: str, precision: str) -> Non
     assert far(got - before, want - before) <= bound
 
 
+def test_moments_with_scales_are_those_of_the_cpu() -> None:
+    """On both they are fp16's 11 bits of the same numbers, but for a last bit of fp32's."""
+    scaled = PrecisionConfig.resolve(
+        use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"
+    )
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        model, optimizer = made(device, scaled, RULES["adam"])
+        train(model, optimizer)
+        found.append({state.key: state.values().cpu() for state in optimizer.tensors()})
+    for key, want in found[0].items():
+        torch.testing.assert_close(found[1][key], want, rtol=4 * 2**-11, atol=1e-9)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gradient_that_is_not_finite_leaves_all_alone(rule: str) -> None:
     """Three steps of four: the one that is left out has left no trace in weights or states."""

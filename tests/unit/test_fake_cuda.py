@@ -71,6 +71,12 @@ CASES = {
         f"{SMALL} {LLAMA} --num-query-groups 4 {TP2} --optimizer dist_muon "
         "--muon-scalar-optimizer lion --muon-tp-mode distributed",
     ),
+    "moments with scales": (
+        1,
+        2,
+        f"{SMALL} --use-distributed-optimizer --use-precision-aware-optimizer "
+        "--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
+    ),
     "layers made again": (
         3,
         4,
