@@ -43,7 +43,8 @@ ALLOWED = {
 
 
 LINES = (
-    "batch_size devices external failing flags memory process_config shell signals state timers",
+    "batch_size devices external failing flags memory process_config recovery_config shell signals "
+    "state timers",
     "batches config replica_check",
     "data garbage health objective processes profiling startup stopping wording",
     "agreement checkpoints data_trace idle_layout layout_rules passes records",

@@ -270,6 +270,13 @@ class _Landing:
         self._out.copy_(self._host)
 
 
+def broadcast(x: Tensor, axis: Axis, source: int) -> None:
+    """Fill ``x`` on every rank with what coordinate ``source`` has in it."""
+    if axis.size > 1:
+        _count(axis, "broadcast", x, detail=f"from {axis.ranks[source]}")
+        dist.broadcast(x, axis.ranks[source], axis.group)
+
+
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable ``value``, in coordinate order; for small metadata only."""
     if axis.size == 1:

@@ -456,6 +456,9 @@ def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any
         raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
     step = values.get("ckpt_step")
     stored = reader(load, step) if load else None
+    apart = values.get("non_persistent_global_ckpt_dir")
+    if stored is None and load and apart:
+        stored = reader(apart, step)
     if stored is None and pretrained:
         return reader(pretrained, None if load else step)
     return stored

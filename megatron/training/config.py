@@ -27,6 +27,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 from megatron.training.batch_size import BatchSizes, parse_steps, ramp, round_down, steps_in_samples
 from megatron.training.process_config import ProcessConfig
+from megatron.training.recovery_config import RecoveryConfig
 
 LARGEST_SEED = 2**32 - 1
 """What every random generator takes, numpy's too."""
@@ -212,6 +213,9 @@ class CheckpointConfig(Config):
     """Load this iteration instead of the newest: of --load, or of --pretrained-checkpoint when only
     that is given."""
 
+    override_ckpt_iteration: int | None = option(None)
+    """Count on from this iteration, whatever the checkpoint says; samples go on as stored."""
+
     load_optim: bool = option(True)
     """Restore the optimizer's state."""
 
@@ -262,8 +266,11 @@ class CheckpointConfig(Config):
     )
     """Under --use-checkpoint-args, take the tokenizer too, unless the command line names one."""
 
+    recovery: RecoveryConfig = RecoveryConfig.resolve()
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
+        check_at_least(self, 0, "override_ckpt_iteration")
         self._check_conversion()
 
     def _check_conversion(self) -> None:

@@ -74,7 +74,7 @@ def _idle(config: RunConfig) -> dict[str, str]:
 
 _OF_SAVES = (
     *("save_interval", "save_retain_interval", "save_keep_last", "save_optim", "save_rng"),
-    *("exit_on_failed_save", "log_progress"),
+    *("exit_on_failed_save", "log_progress", "non_persistent_save_interval"),
 )
 _OF_LOADS = ("load_optim", "load_rng", "verify_integrity", "dist_ckpt_strictness")
 
@@ -85,12 +85,33 @@ def _idle_checkpoints(config: RunConfig) -> dict[str, str]:
     idle = _idle_speed(config)
     if not checkpoint.save:
         idle |= dict.fromkeys(_OF_SAVES, "no --save")
+    idle |= _idle_recovery(config)
     if not (checkpoint.load or checkpoint.pretrained_checkpoint):
         idle |= dict.fromkeys(_OF_LOADS, "no --load")
+    if not checkpoint.load or checkpoint.finetune:
+        why = "--finetune starts at iteration 0" if checkpoint.load else "no --load"
+        idle["override_ckpt_iteration"] = why
     if not checkpoint.load or checkpoint.finetune:
         why = "--finetune starts a schedule of its own" if checkpoint.load else "no --load"
         names = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
         idle |= dict.fromkeys(names, why)
+    return idle
+
+
+def _idle_recovery(config: RunConfig) -> dict[str, str]:
+    """Return the settings of recovery checkpoints that are not made; --load looks for some."""
+    checkpoint, recovery = config.checkpoint, config.checkpoint.recovery
+    idle: dict[str, str] = {}
+    places = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
+    if recovery.non_persistent_save_interval is None:
+        names = ("non_persistent_ckpt_type", "replication")
+        idle |= dict.fromkeys(names, "no --non-persistent-save-interval")
+        if not checkpoint.load:
+            idle |= dict.fromkeys(places, "no --non-persistent-save-interval, and no --load")
+    elif not recovery.is_local:
+        idle["replication"] = "--non-persistent-ckpt-type is not local"
+    if not recovery.replication:
+        idle |= dict.fromkeys(("replication_jump", "replication_factor"), "no --replication")
     return idle
 
 

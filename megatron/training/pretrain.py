@@ -35,6 +35,7 @@ from megatron.training.build import BuildModel, build_chunks, build_passes, buil
 from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
+from megatron.training.checkpoints.recovery import check_places
 from megatron.training.checkpoints.save import warn_of_space
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.config import RunConfig
@@ -186,6 +187,7 @@ class Job:
             return 0
         if not config.training.skip_train:
             agreement.check_save_folder(self.mesh.world, config.checkpoint.save)
+            check_places(config.checkpoint, self.mesh)
         tokenizer = build_tokenizer(config.tokenizer)
         tensor_parallel = config.parallel.tensor_model_parallel_size
         vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)

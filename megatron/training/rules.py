@@ -247,6 +247,18 @@ def checkpoints_have_a_folder(config: RunConfig, origins: Origins) -> None:
         raise UserError("--exit-on-missing-checkpoint needs --load")
 
 
+def copies_have_partners(config: RunConfig, origins: Origins) -> None:
+    """Each rank's local checkpoint is kept by as many ranks as the flags say."""
+    recovery, world = config.checkpoint.recovery, config.process.world_size
+    jump, count = recovery.copies()
+    if recovery.is_local and recovery.replication and world % (jump * count):
+        raise UserError(
+            f"--replication-jump ({jump}) x --replication-factor ({count}) ranks keep the data of "
+            f"one another, but {world} processes are no multiple of {jump * count}; give the "
+            "number of ranks on each machine, and a factor that divides the machines"
+        )
+
+
 def profiled_ranks_exist(config: RunConfig, origins: Origins) -> None:
     """A profile that no rank takes would be missed at the end only."""
     world, ranks = config.process.world_size, config.profiling.profile_ranks
@@ -427,6 +439,7 @@ RULES: tuple[Rule, ...] = (
     something_is_done,
     skipped_iterations_exist,
     checkpoints_have_a_folder,
+    copies_have_partners,
     profiled_ranks_exist,
     profiles_are_of_the_device,
     loaders_have_no_length,

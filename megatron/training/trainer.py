@@ -255,13 +255,18 @@ class Trainer:
         saver = self.parts.saver
         if saver is None:
             return
-        if not (due or stopping):
+        often = self.config.checkpoint.recovery.non_persistent_save_interval
+        recovers = not (due or stopping) and often is not None and iteration % often == 0
+        if not (due or stopping or recovers):
             saver.look()
             return
         self.parts.metrics.flush()
         self.parts.pulse.untimed(f"saving iteration {iteration}")
         start = time.perf_counter()
-        saver.save(self.state, stopping)
+        if recovers:
+            saver.recover(self.state)
+        else:
+            saver.save(self.state, stopping)
         seconds = time.perf_counter() - start
         # The last save may have to wait for one that is under way.
         saves = 2 if self.config.checkpoint.speed.async_save else 1

@@ -6,22 +6,29 @@ Its first words are the rank, the place and the iteration from which on it count
     marked      a rank has left its done-mark, nothing is published
     published   the new checkpoint is there, the tracker names the one before
     removing    retention has renamed an older one and removed a part of it
+    training    a forward pass, of this iteration
     nowhere     never
+
+Or, at ``full``, it lives on: the disk takes files of `SMALL` bytes at most, in this iteration only.
 """
 
 import os
+import resource
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import catalog, save
+from megatron.core.dist_checkpointing import catalog, part, save
 
 PLACES = ("written", "marked", "published", "removing")
+SMALL = 1 << 16
+"""Less than a checkpoint, more than all that these runs print."""
 
 
 def die() -> None:
@@ -41,43 +48,81 @@ def main(words: list[str] | None = None) -> int:
 
 def plant(patch: pytest.MonkeyPatch, place: str, first: int) -> None:
     """Put the end of this process where ``place`` says, from iteration ``first`` on."""
-    write_all, write_index = save._write_all, save.write_index
-    publish, rmtree = save.publish, shutil.rmtree
+    targets: dict[str, tuple[Any, str, Callable[[Any, int], Any]]] = {
+        "training": (pretrain_gpt, "forward_step", _training),
+        "full": (pretrain_gpt, "forward_step", _full),
+        "written": (part.Part, "_put_chunk", _written),
+        "marked": (part, "write_index", _marked),
+        "published": (save, "publish", _published),
+        "removing": (shutil, "rmtree", _removing),
+    }
+    if place in targets:
+        module, name, planted = targets[place]
+        patch.setattr(module, name, planted(getattr(module, name), first))
+
+
+def _training(forward_step: Any, first: int) -> Any:
+    def planted(model: Any, batch: Any, x: Any, dropout: Any) -> Any:
+        if dropout is not None and dropout.iteration == first:
+            die()
+        return forward_step(model, batch, x, dropout)
+
+    return planted
+
+
+def _full(forward_step: Any, first: int) -> Any:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def planted(model: Any, batch: Any, x: Any, dropout: Any) -> Any:
+        if dropout is not None:
+            is_full = dropout.iteration == first
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, most[1]) if is_full else most)
+        return forward_step(model, batch, x, dropout)
+
+    return planted
+
+
+def _written(put_chunk: Any, first: int) -> Any:
     written = 0
 
-    def writes(descriptor: int, data: memoryview) -> None:
+    def planted(writing: part.Part, chunk: Any) -> int:
         nonlocal written
-        write_all(descriptor, data)
+        crc: int = put_chunk(writing, chunk)
         written += 1
-        folder = Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent
-        if written > 3 and number(folder) >= first:
+        if written > 3 and number(writing._folder) >= first:
             die()
+        return crc
 
-    def marks(index: Any, path: Path) -> None:
+    return planted
+
+
+def _marked(write_index: Any, first: int) -> Any:
+    def planted(index: Any, path: Path) -> None:
         write_index(index, path)
         if path.name.endswith(".done") and number(path.parent) >= first:
             die()
 
-    def publishes(partial: Path, final: Path, *rest: Any) -> Any:
+    return planted
+
+
+def _published(publish: Any, first: int) -> Any:
+    def planted(partial: Path, final: Path, *rest: Any) -> Any:
         index = publish(partial, final, *rest)
         if number(final) >= first:
             die()
         return index
 
-    def removes(path: Any, **rest: Any) -> None:
+    return planted
+
+
+def _removing(rmtree: Any, first: int) -> Any:
+    def planted(path: Any, **rest: Any) -> None:
         if str(path).endswith(catalog.DELETED) and number(Path(path)) + 2 >= first:
             next(Path(path).iterdir()).unlink()
             die()
         rmtree(path, **rest)
 
-    targets: dict[str, tuple[Any, str, Any]] = {
-        "written": (save, "_write_all", writes),
-        "marked": (save, "write_index", marks),
-        "published": (save, "publish", publishes),
-        "removing": (shutil, "rmtree", removes),
-    }
-    if place in targets:
-        patch.setattr(*targets[place])
+    return planted
 
 
 def number(folder: Path) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import catalog
-from megatron.core.dist_checkpointing.load import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.end_to_end.killed_program import PLACES
 from tests.programs import ByHand, assert_rows_equal, by_hand, metrics
 

@@ -145,3 +145,12 @@ def test_the_weight_of_further_tokens_follows_the_flag_and_is_said() -> None:
     assert line in run.reports
     kept = resume("", {**checkpoint, "mtp_loss_scaling_factor": 0.7})
     assert kept.config.model.mtp.mtp_loss_scaling_factor == 0.7
+
+
+def test_a_recovery_checkpoint_in_a_folder_apart_will_do() -> None:
+    words = f"{RUN} --load here --non-persistent-global-ckpt-dir apart --use-checkpoint-args"
+    run = parse(
+        words.split(),
+        stored_config=lambda folder, step: stored() if folder == "apart" else None,
+    )
+    assert run.config.model.num_layers == 3

@@ -88,11 +88,12 @@ class Run:
         self.config = CheckpointConfig(**{"save": str(folder), "load": str(folder), **config})
         self.state, self.lines = TrainState(), []
         self.loaded: Loaded | None = None
+        self.extra: dict[str, Any] = {}
 
     @property
     def facts(self) -> RunFacts:
         return RunFacts(
-            config={"lr": self.lr, "split": (9, 1)},
+            config={"lr": self.lr, "split": (9, 1), **self.extra},
             schedule=self.schedule,
             tokenizer="abc",
             vocabulary=5,
@@ -423,6 +424,14 @@ def test_ckpt_step_takes_the_one_named_and_lists_those_there_are(tmp_path: Path)
         Run(tmp_path, ckpt_step=3).load()
 
 
+def test_an_iteration_may_be_given_another_number(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    run = Run(tmp_path, override_ckpt_iteration=6).load()
+    assert (run.state.iteration, run.state.consumed_samples) == (6, 8)
+    assert "iteration 2 counts as 6" in run.lines
+    assert Run(tmp_path, override_ckpt_iteration=6, finetune=True).load().state.iteration == 0
+
+
 def test_the_folder_of_one_checkpoint_can_be_named_itself(tmp_path: Path) -> None:
     Run(tmp_path / "a").train(2).save()
     run = Run(tmp_path / "b", load=str(tmp_path / "a" / "iter_0000002")).load()
@@ -600,6 +609,17 @@ def test_what_differs_from_the_checkpoint_is_said(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
     assert f"threads {threads} -> {threads + 1}" in run.text
     assert "settings that differ from the checkpoint's: lr 0.1 -> 0.2" in run.lines
+
+
+def test_settings_that_change_the_order_of_sums_are_warned_of(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.extra = {"ddp_bucket_size": 1000}
+    run.train(2).save()
+    other = Run(tmp_path)
+    other.extra = {"ddp_bucket_size": 2000}
+    other.load()
+    assert "WARNING: ddp_bucket_size 1000 -> 2000: sums may be rounded in another" in other.text
+    assert "settings that differ" not in other.text
 
 
 # Saving

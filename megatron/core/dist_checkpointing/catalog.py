@@ -51,6 +51,8 @@ class Found:
     name: Name
     folder: Path
     index: Index
+    local: bool = False
+    """Each machine has a part of it (`local`)."""
 
     @property
     def published(self) -> float:
@@ -60,6 +62,8 @@ class Found:
     @property
     def written(self) -> float:
         """Return when the file system saw its index last."""
+        if self.local:
+            return self.published
         return os.stat(mark_of(self.folder, self.index.format)).st_mtime
 
     @property
@@ -164,11 +168,15 @@ def newest(catalog: Catalog) -> Found | None:
     tracked = next((found for found in by_age if found.name == catalog.tracker), None)
     if tracked is None:
         return by_age[-1] if by_age else None
-    moved = os.stat(catalog.root / TRACKER).st_mtime
-    later = [
-        found for found in by_age if found.published > tracked.published and found.written > moved
-    ]
+    later = [found for found in by_age if is_later(catalog, tracked, found)]
     return later[-1] if later else tracked
+
+
+def is_later(catalog: Catalog, chosen: Found, other: Found) -> bool:
+    """Return whether ``other`` was published after ``chosen``, and after the tracker moved."""
+    tracker = catalog.root / TRACKER
+    moved = os.stat(tracker).st_mtime if catalog.tracker is not None else 0.0
+    return other.published > chosen.published and other.written > moved
 
 
 def clear(root: Path) -> None:

@@ -76,7 +76,7 @@ def load(
             )
     stored = checkpoint.tensors
     report = LoadReport(checkpoint.hash)
-    chosen = {item.key: _source(item, stored) for item in items}
+    chosen = {item.key: source_of(item, stored) for item in items}
     misfits = [_misfit(item, chosen[item.key], stored) for item in items]
     wanted = {key for item in items for key in (item.key, *item.sources)}
     report.missing = _all([key for key, source in chosen.items() if source is None], world)
@@ -127,7 +127,7 @@ def _parts(piece: Piece) -> Iterator[Piece]:
         yield Piece(((first + start, first + start + part.shape[0]), *inner), part)
 
 
-def _source(item: Item, tensors: Mapping[str, TensorFacts]) -> str | None:
+def source_of(item: Item, tensors: Mapping[str, TensorFacts]) -> str | None:
     """Return the first stored key that can fill ``item``."""
     return next((key for key in item.sources or (item.key,) if key in tensors), None)
 

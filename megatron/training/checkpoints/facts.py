@@ -22,6 +22,16 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say, UserError
 from megatron.training.config import CheckpointConfig
 
+ORDER = (
+    "ddp_bucket_size",
+    "ddp_num_buckets",
+    "overlap_grad_reduce",
+    "data_parallel_sharding_strategy",
+    "num_distributed_optimizer_instances",
+    "micro_batch_size",
+)
+"""Settings that change in which order gradients are summed, as the layout does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
@@ -146,21 +156,26 @@ def compare(facts: Mapping[str, Any], run: RunFacts, mesh: Mesh, say: Say, *, fr
     if fresh:
         return
     before, now = facts.get("environment", {}), environment(mesh)
+    stored = facts.get("config", {})
     changed = [
         f"{name} {before[name]} -> {value}"
         for name, value in now.items()
         if name in before and before[name] != value
+    ]
+    changed += [
+        f"{name} {stored[name]} -> {as_json(run.config[name])}"
+        for name in ORDER
+        if name in stored and name in run.config and stored[name] != as_json(run.config[name])
     ]
     if changed:
         say(
             f"WARNING: {', '.join(changed)}: sums may be rounded in another order, so the run "
             "need not continue bit for bit"
         )
-    stored = facts.get("config", {})
     different = [
         f"{name} {stored[name]} -> {as_json(value)}"
         for name, value in run.config.items()
-        if name in stored and stored[name] != as_json(value)
+        if name in stored and name not in ORDER and stored[name] != as_json(value)
     ]
     if different:
         say(f"settings that differ from the checkpoint's: {', '.join(different)}")

@@ -4,9 +4,10 @@ Loading sets, never adds: to load twice is to load once. The log says which part
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -30,6 +31,7 @@ from megatron.training.checkpoints.contents import (
     random_key,
 )
 from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.recovery import newest_local, open_source
 from megatron.training.checkpoints.source import Source, choose
 from megatron.training.config import CheckpointConfig
 from megatron.training.processes.rank_zero import from_first
@@ -75,7 +77,9 @@ def load_checkpoint(
             other than the stored one and no flag to say which, too.
     """
     # One rank chooses, so that all take the same checkpoint.
-    source = from_first(mesh.world, lambda: choose(config, say))
+    local = newest_local(config, mesh, say)
+    on_disks = local.source if local is not None else None
+    source = from_first(mesh.world, lambda: choose(config, say, on_disks))
     if source is None:
         return Loaded(TrainState(), run.schedule)
     begin, folder, facts = time.monotonic(), source.found.folder, source.found.index.facts
@@ -94,17 +98,18 @@ def load_checkpoint(
             schedules.append(checkpoint_facts.follow(facts, run, schedule_config, say))
 
     checkpoint_facts.compare(facts, run, mesh, say, fresh=fresh)
-    with Checkpoint(folder, source.found.index) as checkpoint:
+    wanted = items(
+        models,
+        optimizer,
+        mesh,
+        saving=False,
+        states=with_optimizer,
+        masters=not config.load_main_params_from_ckpt,
+    )
+    with open_source(source, local, mesh, wanted) as checkpoint:
         try:
             report = load(
-                items(
-                    models,
-                    optimizer,
-                    mesh,
-                    saving=False,
-                    states=with_optimizer,
-                    masters=not config.load_main_params_from_ckpt,
-                ),
+                wanted,
                 checkpoint,
                 mesh.world,
                 strictness=config.dist_ckpt_strictness,
@@ -133,14 +138,23 @@ def load_checkpoint(
         "progress": not fresh,
     }
     parts = tuple(part for part, loaded in got.items() if loaded)
-    state = TrainState() if fresh else TrainState.from_json(facts["progress"])
+    state = TrainState() if fresh else _progress(facts, config, say)
     say(
-        f"  successfully loaded checkpoint from {folder.parent} at iteration {state.iteration}: "
+        f"  successfully loaded checkpoint from {folder.parent} at iteration {facts['iteration']}: "
         f"{checkpoint_facts.parts_line(parts, config, fresh)}; {report.tensors} tensors, "
         f"{human_bytes(report.bytes)} in {time.monotonic() - begin:.1f} s from {folder.name}, "
         f"hash {report.hash}"
     )
     return Loaded(state, schedules[-1], folder, report.hash, parts)
+
+
+def _progress(facts: Mapping[str, Any], config: CheckpointConfig, say: Say) -> TrainState:
+    """Return the stored counters, the iteration as the flags want it."""
+    state = TrainState.from_json(facts["progress"])
+    if config.override_ckpt_iteration is not None:
+        say(f"iteration {state.iteration} counts as {config.override_ckpt_iteration}")
+        state.iteration = config.override_ckpt_iteration
+    return state
 
 
 def _set_aside(config: CheckpointConfig, with_optimizer: bool) -> tuple[str, ...]:

@@ -24,9 +24,10 @@ from megatron.core.utils import Say, UserError
 from megatron.training.checkpoints import save as saving
 from megatron.training.checkpoints.contents import Optimizer
 from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.recovery import save_recovery
 from megatron.training.checkpoints.save import Saved
 from megatron.training.config import CheckpointConfig
-from megatron.training.failing.failure import RunFailed
+from megatron.training.failing.failure import SaveFailed
 from megatron.training.state import TrainState
 
 PATIENCE = 30.0
@@ -98,7 +99,7 @@ class Saver:
         """Save ``state``, after the save that is under way.
 
         Raises:
-            RunFailed: it failed, and it is the last one or --exit-on-failed-save.
+            SaveFailed: it failed, and it is the last one or --exit-on-failed-save.
         """
         self.finish()
         if self._config.speed.async_save and not last:
@@ -115,11 +116,29 @@ class Saver:
         )
         self._ended(saved, state, last)
 
+    def recover(self, state: TrainState) -> None:
+        """Save ``state`` at once where recovery checkpoints are; raises as `save` does.
+
+        The save that is under way ends first: it holds an older state, and whatever is published
+        last counts as the newest.
+        """
+        self.finish()
+        saved = save_recovery(
+            self._config,
+            self._mesh,
+            self._models,
+            self._optimizer,
+            state,
+            self._run,
+            self._say,
+        )
+        self._ended(saved, state, last=False)
+
     def look(self) -> None:
         """Publish the save that is under way if all ranks have written; else do nothing.
 
         Raises:
-            RunFailed: it failed, and --exit-on-failed-save.
+            SaveFailed: it failed, and --exit-on-failed-save.
         """
         if self._pending is not None and self._pending.save.written(self._mesh.device):
             self.finish()
@@ -204,4 +223,4 @@ class Saver:
         if saved.folder is not None:
             self._saved(saved.folder, state)
         elif last or self._config.exit_on_failed_save:
-            raise RunFailed(f"iteration {state.iteration} was not saved: {saved.error}")
+            raise SaveFailed(f"iteration {state.iteration} was not saved: {saved.error}")

@@ -3,8 +3,13 @@
 Absent or empty, ``--load`` means a start from scratch, with one warning; a folder that holds what
 claims to be a checkpoint but no complete one is an error, since starting over would be a surprise.
 What was passed over is always named.
+
+A run may save in several places: recovery checkpoints are in a folder beside the regular ones, in
+another one, or on the machines' own disks (`local`). The newest complete one of all is taken.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from megatron.core.dist_checkpointing.detect import format_of, open_index
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.utils import Say, UserError
 from megatron.training.config import CheckpointConfig
+from megatron.training.recovery_config import SUBFOLDER
 
 
 @dataclass(frozen=True)
@@ -26,15 +32,21 @@ class Source:
     """Take the weights and start at iteration 0."""
 
 
-def choose(config: CheckpointConfig, say: Say) -> Source | None:
+def choose(config: CheckpointConfig, say: Say, local: Found | None = None) -> Source | None:
     """Return what to load; None to start from scratch.
+
+    Args:
+        config: of checkpoints.
+        say: prints a line.
+        local: the newest complete one on the machines' own disks.
 
     Raises:
         UserError: --ckpt-step is not there, nothing complete is, or nothing at all is with
             --exit-on-missing-checkpoint.
     """
     if config.load is not None:
-        found = find(config.load, config.ckpt_step, say)
+        apart = config.recovery.non_persistent_global_ckpt_dir
+        found = find(config.load, config.ckpt_step, say, apart=apart, local=local)
         if found is not None:
             # A release is weights alone, as Megatron-LM's loading has it too.
             return Source(found, config.finetune or found.name == catalog.RELEASE)
@@ -55,8 +67,22 @@ def choose(config: CheckpointConfig, say: Say) -> Source | None:
     return None
 
 
-def find(folder: str, step: int | None, say: Say) -> Found | None:
+def find(
+    folder: str,
+    step: int | None,
+    say: Say,
+    *,
+    apart: str | None = None,
+    local: Found | None = None,
+) -> Found | None:
     """Return the checkpoint of iteration ``step``, or the newest; None when there is nothing.
+
+    Args:
+        folder: of checkpoints, or one of them.
+        step: an iteration.
+        say: prints a line.
+        apart: another folder of recovery checkpoints than the one inside of ``folder``.
+        local: a recovery checkpoint on the machines' own disks.
 
     Raises:
         UserError: ``step`` is not there, or something is there but nothing complete.
@@ -70,11 +96,19 @@ def find(folder: str, step: int | None, say: Say) -> Found | None:
         number = int(index.facts.get("iteration", 0))
         return Found(catalog.RELEASE if root.name == catalog.RELEASE else number, root, index)
     held = catalog.scan(root)
+    others = _recovery(root, apart, say) + ([local] if local is not None else [])
     if step is not None:
-        return _of_step(held, step)
+        return _of_step(held, others, step)
     for path in held.unfinished:
         say(f"{path} is a save that never finished; it is ignored")
     chosen = _newest(held)
+    recovery = max(others, key=lambda found: found.published, default=None)
+    if recovery is not None and (chosen is None or catalog.is_later(held, chosen, recovery)):
+        for path, reason in held.ignored.items():
+            say(f"WARNING: ignored {path}: {reason}")
+        newest = f"{chosen.folder}" if chosen is not None else f"any checkpoint of {root}"
+        say(f"recovery checkpoint {recovery.folder} is newer than {newest}: it is taken")
+        return recovery if recovery.local else catalog.opened(recovery)
     if chosen is None:
         if held.is_empty:
             return None
@@ -94,11 +128,34 @@ def _newest(held: Catalog) -> Found | None:
     return None
 
 
-def _of_step(held: Catalog, step: int) -> Found:
-    for found in held.complete:
+def _recovery(root: Path, apart: str | None, say: Say) -> list[Found]:
+    """Return the complete recovery checkpoints of a folder of checkpoints, and name the others."""
+    found = []
+    for place in (root / SUBFOLDER, *([Path(apart)] if apart is not None else [])):
+        held = catalog.scan(place)
+        for path in held.unfinished:
+            say(f"{path} is a save that never finished; it is ignored")
+        for path, reason in held.ignored.items():
+            say(f"WARNING: ignored {path}: {reason}")
+        for one in held.complete:
+            home = one.index.facts.get("config", {}).get("save")
+            # Runs may share a folder that is apart from all of them.
+            if place != root / SUBFOLDER and home and not _is_same(home, root):
+                say(f"ignored {one.folder}: it is of the run that saves to {home}")
+            else:
+                found.append(one)
+    return found
+
+
+def _is_same(one: str, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _of_step(held: Catalog, others: Sequence[Found], step: int) -> Found:
+    for found in (*held.complete, *others):
         if found.name == step:
-            return catalog.opened(found)
-    there = ", ".join(str(found.name) for found in held.complete) or "none"
+            return found if found.local else catalog.opened(found)
+    there = ", ".join(str(found.name) for found in (*held.complete, *others)) or "none"
     reasons = f"\n  {_reasons(held)}" if held.ignored else ""
     raise UserError(
         f"--ckpt-step ({step}): {held.root} has no complete checkpoint of that iteration; "

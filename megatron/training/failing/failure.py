@@ -28,7 +28,15 @@ FLUSHING = 1.0
 
 
 class RunFailed(RuntimeError):
-    """Training cannot go on: the message says why, and the process ends with code 1."""
+    """Training cannot go on: the message says why, and the process ends with this code."""
+
+    code = 1
+
+
+class SaveFailed(RunFailed):
+    """A checkpoint could not be written, and the run was to end for that."""
+
+    code = 3
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, UserError):
         return Failure(str(error), "", 2, True)  # torchrun prints the stack that it is given
     if isinstance(error, RunFailed):
-        return Failure(str(error), stack, 1, True)
+        return Failure(str(error), stack, error.code, True)
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", stack, INTERRUPTED, True)
     if isinstance(error, SystemExit):  # of a program's own code; a text is an error, as to Python

@@ -1,0 +1,168 @@
+"""Recovery checkpoints of a run: saved between the regular ones, the last replaced by the next.
+
+Shared ones are ordinary checkpoints in a folder of their own, where one is kept. Local ones are on
+the machines' own disks (`dist_checkpointing.local`), in a folder named after --save, so that runs
+do not take each other's.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from megatron.core import comm
+from megatron.core.dist_checkpointing.catalog import Found
+from megatron.core.dist_checkpointing.load import source_of
+from megatron.core.dist_checkpointing.local import (
+    Copies,
+    LocalCheckpoint,
+    LocalFound,
+    find_local,
+    place,
+    save_local,
+)
+from megatron.core.dist_checkpointing.plan import Item
+from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.dist_checkpointing.save import SaveError
+from megatron.core.mesh import Mesh
+from megatron.core.utils import Say, UserError, human_bytes
+from megatron.training.checkpoints import save as saving
+from megatron.training.checkpoints.contents import Optimizer, random_key
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.save import Saved
+from megatron.training.checkpoints.source import Source
+from megatron.training.config import CheckpointConfig
+from megatron.training.state import TrainState
+
+
+def save_recovery(
+    config: CheckpointConfig,
+    mesh: Mesh,
+    models: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    state: TrainState,
+    run: RunFacts,
+    say: Say,
+) -> Saved:
+    """Save where recovery checkpoints are, and drop the last one; as `save.save_checkpoint`.
+
+    A collective of the world, at the boundary of an iteration. A failure is reported and returned;
+    older checkpoints of any kind are then as they were.
+    """
+    assert config.save is not None, "nowhere to save to"
+    recovery = config.recovery
+    if not recovery.is_local:
+        there = str(recovery.shared_folder(config.save))
+        alone = replace(config, save=there, save_keep_last=1, save_retain_interval=None)
+        return saving.save_checkpoint(alone, mesh, models, optimizer, state, run, say)
+    begin = time.monotonic()
+    say(f"saving local checkpoint at iteration {state.iteration:7d}")
+    # One name on all machines, however each calls the folder of checkpoints.
+    root = local_root(config, comm.broadcast_object(config.save, mesh.world))
+    try:
+        folder, size = save_local(
+            saving.contents(config, mesh, models, optimizer),
+            root,
+            state.iteration,
+            saving.facts(config, mesh, optimizer, state, run),
+            mesh.world,
+            mesh.device,
+            Copies(*recovery.copies()),
+        )
+    except SaveError as error:
+        say(f"WARNING: saving iteration {state.iteration} to local disks failed: {error}")
+        return Saved(None, str(error), time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    say(
+        f"  successfully saved local checkpoint from iteration {state.iteration:7d} to {folder} "
+        f"({human_bytes(size)} in {seconds:.1f} s)"
+    )
+    return Saved(folder, None, seconds, size)
+
+
+def local_root(config: CheckpointConfig, home: str) -> Path:
+    """Return this machine's folder for the local checkpoints of the run that saves to ``home``."""
+    given = config.recovery.non_persistent_local_ckpt_dir
+    assert given is not None, "--non-persistent-ckpt-type local has a folder"
+    path = os.path.realpath(home)
+    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+    return Path(given) / f"{os.path.basename(path)}-{digest}"
+
+
+def check_places(config: CheckpointConfig, mesh: Mesh) -> None:
+    """Refuse copies that would be where the original is; a collective of the world.
+
+    Raises:
+        UserError: two ranks that keep the same data write into one folder; by every rank.
+    """
+    recovery = config.recovery
+    if not (config.save and recovery.is_local and recovery.replication):
+        return
+    copies = Copies(*recovery.copies())
+    places = comm.gather_objects(
+        place(Path(str(recovery.non_persistent_local_ckpt_dir))), mesh.world
+    )
+    for rank, where in enumerate(places):
+        for partner in copies.partners(rank):
+            if partner != rank and places[partner] == where:
+                raise UserError(
+                    f"--replication-jump ({copies.jump}): ranks {rank} and {partner} would keep "
+                    f"copies of each other's data, but both write into {where[1]} on {where[0]}; "
+                    "give the number of ranks on each machine"
+                )
+
+
+@dataclass(frozen=True)
+class Local:
+    """The newest complete local checkpoint."""
+
+    root: Path
+    found: LocalFound
+
+    @property
+    def source(self) -> Found:
+        """Return it as one among the others."""
+        folder = self.root / self.found.name
+        return Found(self.found.iteration, folder, self.found.index, local=True)
+
+
+def newest_local(config: CheckpointConfig, mesh: Mesh, say: Say) -> Local | None:
+    """Return the newest complete one of --load (or that of --ckpt-step); a collective of the world.
+
+    None when no folder was given, or none holds any.
+    """
+    if config.load is None or config.recovery.non_persistent_local_ckpt_dir is None:
+        return None
+    root = local_root(config, comm.broadcast_object(config.load, mesh.world))
+    found, ignored = find_local(root, mesh.world, config.ckpt_step)
+    for name, reason in ignored.items():
+        say(f"ignored local checkpoint {root / name}: {reason}")
+    return Local(root, found) if found is not None else None
+
+
+def open_source(
+    source: Source, local: Local | None, mesh: Mesh, wanted: Sequence[Item]
+) -> Checkpoint:
+    """Open what is to be loaded; of a local one, get what this machine lacks of ``wanted``.
+
+    A collective of the world. The random states of this rank are got too.
+    """
+    if local is None or not source.found.local:
+        return Checkpoint(source.found.folder, source.found.index)
+    checkpoint = LocalCheckpoint(local.root, local.found, mesh.world, mesh.device)
+    tensors = checkpoint.tensors
+    boxes = [
+        (key, piece.box)
+        for item in wanted
+        for piece in item.pieces
+        if (key := source_of(item, tensors)) is not None
+    ]
+    if random_key(mesh) in tensors:
+        states = tensors[random_key(mesh)]
+        boxes.append((random_key(mesh), tuple((0, size) for size in states.shape)))
+    checkpoint.fetch(boxes)
+    return checkpoint

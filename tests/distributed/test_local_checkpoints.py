@@ -1,0 +1,110 @@
+"""Recovery checkpoints on the machines' own disks, which a lost machine takes with it.
+
+Four ranks are two machines with a folder each. What is loaded gives the numbers of one process that
+was never interrupted.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing import catalog
+from tests.harness import Pool
+from tests.programs import Ended, Rows, assert_rows_equal, by_hand, launch, metrics
+
+PROGRAM = "tests.distributed.machines_program"
+RUN = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data "
+    "--position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 60 --fp64 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 5 --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0 "
+    "--log-interval 1 --num-workers 0 --device cpu --metrics-file metrics.jsonl"
+)
+SAVING = "--save save --load save --save-interval 100"
+LOCAL = (
+    "--non-persistent-save-interval 2 --non-persistent-ckpt-type local "
+    "--non-persistent-local-ckpt-dir disks/{machine}"
+)
+LAYOUT = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
+COPIES = "--replication --replication-jump 2"
+
+
+def run(pool: Pool, folder: Path, world: int, *words: str) -> list[Ended]:
+    given = " ".join((RUN, *words)).split()
+    return launch(pool, world, PROGRAM, *given, folder=folder, timeout=300)
+
+
+def refused(folder: Path, *words: str) -> str:
+    """Run on four ranks that a user's mistake ends, and return all that was printed."""
+    given = " ".join((RUN, SAVING, LOCAL, *words)).split()
+    run = by_hand(PROGRAM, given, folder=folder, world=4)
+    assert run.codes(300) == [2] * 4
+    return (folder / "out.0").read_text() + run.errors.read_text()
+
+
+def crash(folder: Path) -> None:
+    """Take the last regular checkpoint away, as if the run had not come to it."""
+    shutil.rmtree(folder / "save" / "iter_0000005")
+    (folder / "save" / catalog.TRACKER).unlink()
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    folder = tmp_path_factory.mktemp("straight")
+    assert run(pool, folder, 1)[0].code == 0
+    return metrics(folder / "metrics.jsonl")
+
+
+def check(folder: Path, ended: list[Ended], straight: Rows) -> None:
+    """The run went on at 4 and did iteration 5 a second time."""
+    assert [one.code for one in ended] == [0] * len(ended)
+    printed = ended[0].out
+    assert "training from iteration 4 to 5" in printed
+    assert "recovery checkpoint disks/0/save-" in printed and "it is taken" in printed
+    assert_rows_equal(metrics(folder / "metrics.jsonl"), [*straight, straight[4]])
+
+
+def test_every_machine_keeps_its_own_and_all_go_on_together(
+    pool: Pool, tmp_path: Path, straight: Rows
+) -> None:
+    assert run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT)[0].code == 0
+    for machine, ranks in enumerate([(0, 1), (2, 3)]):
+        (save,) = (tmp_path / "disks" / str(machine)).glob("save-*/iter_*")
+        assert save.name.startswith("iter_0000004-")
+        kept = sorted(path.name for path in save.iterdir())
+        assert kept == [f"rank{r:05d}.{ending}" for r in ranks for ending in ("bin", "json")]
+    crash(tmp_path)
+    check(tmp_path, run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT), straight)
+
+
+def test_a_lost_machine_without_copies_is_named(pool: Pool, tmp_path: Path) -> None:
+    assert run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT)[0].code == 0
+    shutil.rmtree(tmp_path / "disks" / "1")
+    crash(tmp_path)
+    printed = refused(tmp_path, LAYOUT, "--exit-on-missing-checkpoint")
+    assert "no machine of this run has the part of rank 2 (2 parts are missing)" in printed
+    assert "--load (save) holds no checkpoint" in printed
+
+
+@pytest.mark.parametrize(
+    ("lost", "world", "layout"),
+    [
+        pytest.param("1", 4, LAYOUT, marks=pytest.mark.slow),
+        ("0", 4, "--pipeline-model-parallel-size 2"),
+        ("1", 1, ""),
+    ],
+)
+def test_with_copies_one_machine_may_be_lost_and_the_layout_another(
+    pool: Pool, tmp_path: Path, straight: Rows, lost: str, world: int, layout: str
+) -> None:
+    assert run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT, COPIES)[0].code == 0
+    shutil.rmtree(tmp_path / "disks" / lost)
+    crash(tmp_path)
+    again = COPIES if world == 4 else ""
+    check(tmp_path, run(pool, tmp_path, world, SAVING, LOCAL, layout, again), straight)
+
+
+def test_copies_in_the_folder_of_the_original_are_refused(tmp_path: Path) -> None:
+    printed = refused(tmp_path, "--replication --replication-jump 1")
+    assert "--replication-jump (1): ranks 0 and 1 would keep copies of each" in printed

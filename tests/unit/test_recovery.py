@@ -1,0 +1,123 @@
+"""Recovery checkpoints: what their flags may say, and which parts of local ones make a whole."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import local
+from megatron.core.dist_checkpointing.local import Copies, LocalCheckpoint
+from megatron.core.mesh import Mesh
+from megatron.core.utils import UserError
+from megatron.training.arguments import parse
+from tests.unit.checkpoint_files import item
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --mock-data"
+)
+LOCAL = (
+    "--save a/b --non-persistent-save-interval 2 --non-persistent-ckpt-type local "
+    "--non-persistent-local-ckpt-dir c/d"
+)
+WORLD = Mesh.serial().world
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--non-persistent-save-interval 0", "--non-persistent-save-interval (0)"),
+        ("--non-persistent-ckpt-type in_memory", "in /dev/shm"),
+        ("--non-persistent-ckpt-type local", "needs --non-persistent-local-ckpt-dir"),
+        ("--replication", "--replication needs --replication-jump"),
+        ("--replication-factor 1", "--replication-factor (1) must be at least 2"),
+        (f"{LOCAL} --replication --replication-jump 3", "8 processes are no multiple of 6"),
+    ],
+)
+def test_flags_that_contradict_are_refused(words: str, named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(f"{BASE} {words}".split(), world_size=8)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--non-persistent-save-interval 2", "--non-persistent-save-interval (no --save)"),
+        ("--replication --replication-jump 1", "--replication (no --non-persistent-save-interval)"),
+        ("--replication-jump 1", "--replication-jump (no --replication)"),
+        (
+            "--save a/b --non-persistent-save-interval 2 --replication --replication-jump 1",
+            "--replication (--non-persistent-ckpt-type is not local)",
+        ),
+        (
+            "--non-persistent-global-ckpt-dir a/b",
+            "--non-persistent-global-ckpt-dir (no --non-persistent-save-interval, and no --load)",
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(words: str, note: str) -> None:
+    assert note in "\n".join(parse(f"{BASE} {words}".split(), world_size=1).lines())
+
+
+def test_partners_are_on_neighbouring_machines() -> None:
+    pairs = {Copies(2, 2).partners(rank) for rank in range(8)}
+    assert pairs == {(0, 2), (1, 3), (4, 6), (5, 7)}
+    assert {Copies(2, 3).partners(rank) for rank in range(6)} == {(0, 2, 4), (1, 3, 5)}
+    assert Copies().partners(5) == (5,)
+
+
+def save(root: Path, iteration: int, value: float) -> Path:
+    items = [item("a", torch.full((3, 5), value))]
+    return local.save_local(items, root, iteration, {}, WORLD, CPU)[0]
+
+
+def test_a_local_one_replaces_the_last_when_it_is_there(tmp_path: Path) -> None:
+    save(tmp_path, 2, 2.0)
+    folder = save(tmp_path, 4, 4.0)
+    assert list(tmp_path.iterdir()) == [folder]
+    found, _ = local.find_local(tmp_path, WORLD)
+    assert found is not None and found.iteration == 4
+    with LocalCheckpoint(tmp_path, found, WORLD, CPU) as checkpoint:
+        assert checkpoint.damages() == []
+        assert torch.equal(checkpoint.read("a"), torch.full((3, 5), 4.0))
+    assert local.find_local(tmp_path, WORLD, 2) == (None, {})
+
+
+@pytest.mark.parametrize("damage", ["no part", "no file", "short file", "bad part"])
+def test_a_part_that_is_not_whole_is_none(tmp_path: Path, damage: str) -> None:
+    folder = save(tmp_path, 2, 2.0)
+    part, file = folder / "rank00000.json", folder / "rank00000.bin"
+    if damage == "no part":
+        part.unlink()
+    elif damage == "no file":
+        file.unlink()
+    elif damage == "short file":
+        os.truncate(file, 10)
+    else:
+        part.write_text(part.read_text().replace('"ranks"', '"Ranks"'))
+    found, ignored = local.find_local(tmp_path, WORLD)
+    assert found is None and "no machine of this run has the part of rank 0" in ignored[folder.name]
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2, 2.0)
+    with open(folder / "rank00000.bin", "r+b") as file:
+        file.write(b"\1")
+    found, _ = local.find_local(tmp_path, WORLD)
+    assert found is not None
+    with LocalCheckpoint(tmp_path, found, WORLD, CPU) as checkpoint:
+        assert checkpoint.damages(()) == [
+            "a: rank00000.bin from byte 0 does not match its checksum"
+        ]
+
+
+def test_of_two_saves_of_one_iteration_the_later_counts(tmp_path: Path) -> None:
+    """A run that went back does its iterations again; both saves are whole, a kill came between."""
+    older = save(tmp_path / "one", 4, 1.0)
+    newer = save(tmp_path / "two", 4, 2.0)
+    os.rename(older, tmp_path / "two" / older.name)
+    found, _ = local.find_local(tmp_path / "two", WORLD)
+    assert found is not None and found.name == newer.name
