@@ -48,7 +48,8 @@ LINES = (
     "batches config replica_check",
     "data garbage health objective processes profiling startup stopping wording",
     "agreement checkpoints data_trace idle_layout layout_rules passes records",
-    "build evaluation generation idle nearest_layout step",
+    "batch_rules build device_choices evaluation generation idle memory_rules model_rules step "
+    + "nearest_layout",
     "planner rules",
     "arguments trainer",
     "explain plan",

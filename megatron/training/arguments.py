@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path, check_file
-from megatron.training import idle, rules
+from megatron.training import device_choices, idle, rules
 from megatron.training.checkpoints import settings as checkpoint_args
 from megatron.training.config import RunConfig
 from megatron.training.failing.failure import Failure, describe, end_children, write_error_file
@@ -162,7 +162,7 @@ def parse(
     if not plans:
         rules.check_built(config)
     rules.check(config, full, parsed.applied.left_out)
-    config, mapped = rules.map_to_cpu(config, full)
+    config, mapped = device_choices.map_to_cpu(config, full)
     notes, warnings = idle.without_effect(config, full), rules.warnings(config, full)
     run = ParsedRun(
         config,
@@ -213,7 +213,7 @@ def build_run(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> RunCo
     config, flat, derived = _resolve(RunConfig, values)
     full = _origins(flat, origins, derived)
     rules.check(config, full)
-    return rules.map_to_cpu(config, full)[0]
+    return device_choices.map_to_cpu(config, full)[0]
 
 
 def _check_launch(invocation: Invocation, world_size: int) -> None:

@@ -2,7 +2,7 @@
 
 A part's config stands beside the part in `megatron.core`; here are those of the reference
 application: batches and length of the run, validation, checkpoints, logs, health checks, profiling,
-processes. Rules that look at two configs are in `rules.py`.
+processes. Rules that look at two configs are in `rules.py` and those beside it.
 """
 
 import signal

@@ -27,7 +27,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.vocabulary import Vocabulary, resolve_vocabulary
 from megatron.core.utils import Say, UserError
-from megatron.training import agreement, external, memory, rules, startup, stopping
+from megatron.training import agreement, device_choices, external, memory, startup, stopping
 from megatron.training import data as run_data
 from megatron.training.arguments import ParsedRun
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
@@ -95,7 +95,7 @@ def pretrain(run: ParsedRun[RunConfig], launch: Launch, program: Program) -> int
     clock = startup.StartupClock()
     config, started = run.config, time.time()
     say = startup.printer(launch.rank)
-    rules.check_device(config, torch.cuda.is_available())
+    device_choices.check_device(config, torch.cuda.is_available())
     if run.invocation.rank not in (None, launch.rank):
         raise UserError(
             f"--rank ({run.invocation.rank}), but this is rank {launch.rank} by the launcher "

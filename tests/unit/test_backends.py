@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.cross_entropy import cross_entropy as losses_
 from megatron.core.tensor_parallel.embedding import VocabularyRows
 from megatron.core.transformer.backends import choose_backends
 from megatron.core.utils import UserError
-from megatron.training import idle, rules
+from megatron.training import device_choices, idle
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 
@@ -205,12 +205,12 @@ def test_device_cpu_maps_packages_to_our_own() -> None:
     text = "--transformer-impl apex --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
     wanted = run_of(text)
     on_cpu = replace(wanted, process=replace(wanted.process, device="cpu"))
-    config, (line,) = rules.map_to_cpu(on_cpu, {})
+    config, (line,) = device_choices.map_to_cpu(on_cpu, {})
     assert config.model.transformer_impl == "auto"
     assert config.model.fusion.cross_entropy_fusion_impl == "native"
     assert "--transformer-impl apex, --cross-entropy-fusion-impl te" in line
     with pytest.raises(UserError, match="--cross-entropy-fusion-impl te.*--device cpu"):
-        rules.check_device(run_of(text), cuda_is_available=False)
+        device_choices.check_device(run_of(text), cuda_is_available=False)
 
 
 def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.optimizer.schedule import Progress
 from megatron.core.utils import UserError, divisors
-from megatron.training import rules, wording
+from megatron.training import device_choices, wording
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
 
@@ -284,22 +284,22 @@ def test_device_cpu_maps_what_only_exists_on_cuda() -> None:
     line = next(line for line in run.reports if "--device cpu" in line)
     for flag in ("nccl", "transformer_engine", "flash"):
         assert flag in line
-    rules.check_device(run.config, cuda_is_available=False)
+    device_choices.check_device(run.config, cuda_is_available=False)
 
 
 def test_without_device_cpu_they_are_an_error_where_there_is_no_cuda() -> None:
     config = plan("--distributed-backend nccl").config
-    rules.check_device(config, cuda_is_available=True)
+    device_choices.check_device(config, cuda_is_available=True)
     with pytest.raises(UserError, match="--distributed-backend nccl.*--device cpu"):
-        rules.check_device(config, cuda_is_available=False)
+        device_choices.check_device(config, cuda_is_available=False)
     with pytest.raises(UserError, match="--device cuda"):
-        rules.check_device(plan("--device cuda").config, cuda_is_available=False)
+        device_choices.check_device(plan("--device cuda").config, cuda_is_available=False)
     streams = "--dry-run-world-size 2 --high-priority-stream-groups tp dp"
     with pytest.raises(UserError, match="--high-priority-stream-groups tp dp.*--device cpu"):
-        rules.check_device(plan(streams).config, cuda_is_available=False)
+        device_choices.check_device(plan(streams).config, cuda_is_available=False)
     for harmless in ("--device cpu", "--distributed-backend gloo", "--dry-run-world-size 1"):
-        rules.check_device(plan(f"{streams} {harmless}").config, cuda_is_available=False)
-    rules.check_device(plan("").config, cuda_is_available=False)
+        device_choices.check_device(plan(f"{streams} {harmless}").config, cuda_is_available=False)
+    device_choices.check_device(plan("").config, cuda_is_available=False)
 
 
 @pytest.mark.parametrize(
