@@ -45,6 +45,7 @@ ALLOWED = {
 LINES = (
     "batch_size devices external failing flags memory process_config recovery_config shell signals "
     "state timers",
+    "checkpoint_config log_config loop_config",
     "batches config replica_check",
     "data garbage health objective processes profiling startup stopping wording",
     "agreement checkpoints data_trace idle_layout layout_rules passes records",

@@ -6,7 +6,7 @@ other; collected together, the pauses coincide.
 
 import gc
 
-from megatron.training.config import TrainingConfig
+from megatron.training.loop_config import TrainingConfig
 
 
 class Garbage:

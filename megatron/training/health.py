@@ -8,8 +8,8 @@ instead.
 
 from collections import deque
 
-from megatron.training.config import HealthConfig
 from megatron.training.failing.failure import RunFailed
+from megatron.training.log_config import HealthConfig
 
 SPIKE_FACTOR = 10.0
 SPIKE_WINDOW = 100

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.utils import UserError
-from megatron.training.config import ProfilingConfig
+from megatron.training.log_config import ProfilingConfig
 
 
 class Profiler:

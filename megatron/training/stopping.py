@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.utils import UserError
-from megatron.training.config import TrainingConfig
+from megatron.training.loop_config import TrainingConfig
 from megatron.training.signals import ExitSignal
 
 Reason = Literal["complete", "interval", "duration", "signal", "stop file", "failure"]

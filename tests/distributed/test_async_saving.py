@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.utils import silent
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.saver import Saver
-from megatron.training.config import CheckpointConfig
 from megatron.training.failing.failure import RunFailed
 from megatron.training.state import TrainState
 from tests.distributed.test_checkpoints import FACTS, build

@@ -25,10 +25,10 @@ from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import silent
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
 from megatron.training.checkpoints.save import save_checkpoint
-from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 from tests.harness import Pool
 from tests.programs import assert_rows_equal, launch, metrics

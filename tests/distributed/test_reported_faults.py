@@ -23,9 +23,9 @@ from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.batches import Batch
-from megatron.training.config import HealthConfig
 from megatron.training.failing.failure import RunFailed
 from megatron.training.health import Health
+from megatron.training.log_config import HealthConfig
 from megatron.training.objective import Objective
 from megatron.training.passes import Activation, Passes
 from megatron.training.step import Plan, TrainStep

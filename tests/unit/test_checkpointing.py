@@ -23,13 +23,13 @@ from megatron.core.optimizer.schedule import Progress, Schedule, build_schedule
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init, Region, Sharding, whole
 from megatron.core.utils import UserError
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import load as checkpoint_load
 from megatron.training.checkpoints import random_states
 from megatron.training.checkpoints import save as checkpoint_save
 from megatron.training.checkpoints import source as checkpoint_source
 from megatron.training.checkpoints.facts import RunFacts, check_rule
 from megatron.training.checkpoints.load import Loaded
-from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 
 MESH = Mesh.serial()

@@ -24,11 +24,12 @@ from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
 from megatron.training.checkpoints.save import save_checkpoint
-from megatron.training.config import CheckpointConfig, HealthConfig
 from megatron.training.health import Health
+from megatron.training.log_config import HealthConfig
 from megatron.training.objective import Objective, TokenLosses
 from megatron.training.passes import Passes
 from megatron.training.state import TrainState

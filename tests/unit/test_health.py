@@ -9,9 +9,10 @@ import pytest
 
 from megatron.core.utils import UserError
 from megatron.training import stopping
-from megatron.training.config import HealthConfig, TrainingConfig
 from megatron.training.failing.failure import RunFailed
 from megatron.training.health import Health
+from megatron.training.log_config import HealthConfig
+from megatron.training.loop_config import TrainingConfig
 from megatron.training.records import run_status
 from megatron.training.signals import ExitSignal
 from megatron.training.stopping import Stopper

@@ -30,10 +30,10 @@ from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule, build_schedule
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
-from megatron.training.config import CheckpointConfig
 from tests.programs import ROOT
 from tests.unit.test_gpt_trajectories import CASES, DATA, Training, config_of, ours
 

@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.core.utils import UserError
-from megatron.training.config import LoggingConfig
+from megatron.training.log_config import LoggingConfig
 from megatron.training.records import log_line
 from megatron.training.records.metrics import Facts, Iteration, Metrics
 from megatron.training.records.writers import (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import catalog, format
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.saver import Saver
-from megatron.training.config import CheckpointConfig
 from megatron.training.failing.failure import RunFailed
 from tests.unit.test_checkpointing import MESH, Run, equal
 

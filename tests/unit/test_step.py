@@ -16,10 +16,10 @@ from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.rng import DropoutKey
 from megatron.core.sharding import Init, whole
 from megatron.training.batches import PADDING, Batch, whole_count, whole_numbers
-from megatron.training.config import HealthConfig
 from megatron.training.evaluation import EvaluationSet, Evaluator
 from megatron.training.failing.failure import RunFailed
 from megatron.training.health import Health
+from megatron.training.log_config import HealthConfig
 from megatron.training.objective import Accumulator, Objective, TokenLosses
 from megatron.training.passes import Passes
 from megatron.training.step import Plan, StepResult, TrainStep

@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.megatron_formats.export import export_torc
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.mesh import Mesh
 from megatron.core.utils import Say, UserError, human_bytes
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.source import find
-from megatron.training.config import CheckpointConfig
 from megatron.training.processes.rank_zero import from_first
 
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer import schedule as schedules
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say, UserError
-from megatron.training.config import CheckpointConfig
+from megatron.training.checkpoint_config import CheckpointConfig
 
 ORDER = (
     "ddp_bucket_size",

@@ -20,6 +20,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say, human_bytes
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import facts as checkpoint_facts
 from megatron.training.checkpoints import random_states
 from megatron.training.checkpoints.contents import (
@@ -33,7 +34,6 @@ from megatron.training.checkpoints.contents import (
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.recovery import newest_local, open_source
 from megatron.training.checkpoints.source import Source, choose
-from megatron.training.config import CheckpointConfig
 from megatron.training.processes.rank_zero import from_first
 from megatron.training.state import TrainState
 

@@ -30,12 +30,12 @@ from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import SaveError
 from megatron.core.mesh import Mesh
 from megatron.core.utils import Say, UserError, human_bytes
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import save as saving
 from megatron.training.checkpoints.contents import Optimizer, random_key
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.save import Saved
 from megatron.training.checkpoints.source import Source
-from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 
 

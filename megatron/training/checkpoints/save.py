@@ -22,11 +22,11 @@ from megatron.core.dist_checkpointing.save import (
 from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Mesh
 from megatron.core.utils import Say, human_bytes
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import facts as checkpoint_facts
 from megatron.training.checkpoints import random_states
 from megatron.training.checkpoints.contents import OPTIMIZER, Optimizer, items, random_key
 from megatron.training.checkpoints.facts import RunFacts
-from megatron.training.config import CheckpointConfig
 from megatron.training.state import TrainState
 
 

@@ -21,12 +21,12 @@ from megatron.core.dist_checkpointing.save import SaveError
 from megatron.core.dist_checkpointing.staging import HostBuffer
 from megatron.core.mesh import Mesh
 from megatron.core.utils import Say, UserError
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import save as saving
 from megatron.training.checkpoints.contents import Optimizer
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.recovery import save_recovery
 from megatron.training.checkpoints.save import Saved
-from megatron.training.config import CheckpointConfig
 from megatron.training.failing.failure import SaveFailed
 from megatron.training.state import TrainState
 

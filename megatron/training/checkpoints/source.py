@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.catalog import Catalog, Found
 from megatron.core.dist_checkpointing.detect import format_of, open_index
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.utils import Say, UserError
-from megatron.training.config import CheckpointConfig
+from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.recovery_config import SUBFOLDER
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core.utils import UserError
-from megatron.training.config import LoggingConfig, RunConfig
+from megatron.training.config import RunConfig
+from megatron.training.log_config import LoggingConfig
 from megatron.training.records.log_line import perplexity
 
 Row = Mapping[str, Any]
