@@ -31,6 +31,7 @@ from megatron.training.flags.command_line import (
 from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
 from megatron.training.processes.startup_error import print_once
+from megatron.training.recovery_config import own_folder
 
 C = TypeVar("C", bound=Config)
 StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
@@ -458,7 +459,7 @@ def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any
     stored = reader(load, step) if load else None
     apart = values.get("non_persistent_global_ckpt_dir")
     if stored is None and load and apart:
-        stored = reader(apart, step)
+        stored = reader(str(own_folder(apart, load)), step)
     if stored is None and pretrained:
         return reader(pretrained, None if load else step)
     return stored

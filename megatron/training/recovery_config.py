@@ -1,5 +1,7 @@
 """Recovery checkpoints: saved often, replaced by the next one, for the case of a crash."""
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +10,16 @@ from megatron.core.utils import UserError
 
 SUBFOLDER = "non_persistent"
 """Of a folder of checkpoints, with shared recovery checkpoints unless a flag says otherwise."""
+
+
+def own_folder(shared: str, home: str) -> Path:
+    """Return where in a folder that several runs name the run that saves to ``home`` has its own.
+
+    Each clears what saves left behind, and drops its last one; neither may be another run's.
+    """
+    path = os.path.realpath(home)
+    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+    return Path(shared) / f"{os.path.basename(path)}-{digest}"
 
 
 class RecoveryConfig(Config):
@@ -63,7 +75,7 @@ class RecoveryConfig(Config):
     def shared_folder(self, root: str) -> Path:
         """Return where shared ones of a folder of checkpoints are."""
         given = self.non_persistent_global_ckpt_dir
-        return Path(given) if given is not None else Path(root) / SUBFOLDER
+        return own_folder(given, root) if given is not None else Path(root) / SUBFOLDER
 
     def copies(self) -> tuple[int, int]:
         """Return the distance between ranks that keep the same data, and how many they are."""

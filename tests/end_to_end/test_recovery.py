@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import catalog
+from megatron.training.recovery_config import own_folder
 from tests.end_to_end.test_kills import LIMIT, SAVING, start
 from tests.programs import assert_rows_equal, metrics
 
@@ -24,7 +25,9 @@ def folders(root: Path) -> list[str]:
 def test_ckpt_15_a_crash_before_the_first_regular_save_costs_one_iteration(
     tmp_path: Path, apart: str
 ) -> None:
-    where = tmp_path / ("apart" if apart else "save/non_persistent")
+    where = tmp_path / "save" / "non_persistent"
+    if apart:
+        where = own_folder(str(tmp_path / "apart"), str(tmp_path / "save"))
     words = f"{RARELY} {OFTEN} {apart}"
     assert start(tmp_path, 1, words, 0, "training", 6).codes(LIMIT) == [-signal.SIGKILL]
     assert folders(where) == ["iter_0000004"] and not list((tmp_path / "save").glob("iter_*"))

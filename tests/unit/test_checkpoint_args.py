@@ -151,6 +151,6 @@ def test_a_recovery_checkpoint_in_a_folder_apart_will_do() -> None:
     words = f"{RUN} --load here --non-persistent-global-ckpt-dir apart --use-checkpoint-args"
     run = parse(
         words.split(),
-        stored_config=lambda folder, step: stored() if folder == "apart" else None,
+        stored_config=lambda folder, step: stored() if folder.startswith("apart/here-") else None,
     )
     assert run.config.model.num_layers == 3

@@ -121,3 +121,16 @@ def test_of_two_saves_of_one_iteration_the_later_counts(tmp_path: Path) -> None:
     os.rename(older, tmp_path / "two" / older.name)
     found, _ = local.find_local(tmp_path / "two", WORLD)
     assert found is not None and found.name == newer.name
+
+
+def test_runs_that_share_a_folder_have_their_own_in_it(tmp_path: Path) -> None:
+    one, other = (
+        parse(
+            f"{BASE} --save {tmp_path}/{home}/save --non-persistent-save-interval 2 "
+            f"--non-persistent-global-ckpt-dir {tmp_path}/shared".split()
+        ).config.checkpoint
+        for home in ("a", "b")
+    )
+    folders = [config.recovery.shared_folder(str(config.save)) for config in (one, other)]
+    assert folders[0] != folders[1]
+    assert {folder.parent for folder in folders} == {tmp_path / "shared"}

@@ -5,8 +5,6 @@ the machines' own disks (`dist_checkpointing.local`), in a folder named after --
 do not take each other's.
 """
 
-import hashlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +34,7 @@ from megatron.training.checkpoints.contents import Optimizer, random_key
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.save import Saved
 from megatron.training.checkpoints.source import Source
+from megatron.training.recovery_config import own_folder
 from megatron.training.state import TrainState
 
 
@@ -88,9 +87,7 @@ def local_root(config: CheckpointConfig, home: str) -> Path:
     """Return this machine's folder for the local checkpoints of the run that saves to ``home``."""
     given = config.recovery.non_persistent_local_ckpt_dir
     assert given is not None, "--non-persistent-ckpt-type local has a folder"
-    path = os.path.realpath(home)
-    digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
-    return Path(given) / f"{os.path.basename(path)}-{digest}"
+    return own_folder(given, home)
 
 
 def check_places(config: CheckpointConfig, mesh: Mesh) -> None:

@@ -8,7 +8,6 @@ A run may save in several places: recovery checkpoints are in a folder beside th
 another one, or on the machines' own disks (`local`). The newest complete one of all is taken.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from megatron.core.dist_checkpointing.detect import format_of, open_index
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.utils import Say, UserError
 from megatron.training.checkpoint_config import CheckpointConfig
-from megatron.training.recovery_config import SUBFOLDER
+from megatron.training.recovery_config import SUBFOLDER, own_folder
 
 
 @dataclass(frozen=True)
@@ -130,25 +129,16 @@ def _newest(held: Catalog) -> Found | None:
 
 def _recovery(root: Path, apart: str | None, say: Say) -> list[Found]:
     """Return the complete recovery checkpoints of a folder of checkpoints, and name the others."""
-    found = []
-    for place in (root / SUBFOLDER, *([Path(apart)] if apart is not None else [])):
+    found: list[Found] = []
+    own = [own_folder(apart, str(root))] if apart is not None else []
+    for place in (root / SUBFOLDER, *own):
         held = catalog.scan(place)
         for path in held.unfinished:
             say(f"{path} is a save that never finished; it is ignored")
         for path, reason in held.ignored.items():
             say(f"WARNING: ignored {path}: {reason}")
-        for one in held.complete:
-            home = one.index.facts.get("config", {}).get("save")
-            # Runs may share a folder that is apart from all of them.
-            if place != root / SUBFOLDER and home and not _is_same(home, root):
-                say(f"ignored {one.folder}: it is of the run that saves to {home}")
-            else:
-                found.append(one)
+        found += held.complete
     return found
-
-
-def _is_same(one: str, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _of_step(held: Catalog, others: Sequence[Found], step: int) -> Found:
