@@ -4,7 +4,10 @@ The model's weights, gradients and Adam states take four times its weights, 73 M
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.harness import Pool
 from tests.programs import launch, metrics
@@ -20,11 +23,18 @@ ROOM = 60 << 20
 STRATEGY = "--data-parallel-sharding-strategy optim_grads_params"
 
 
-def test_four_processes_train_what_one_cannot_hold(pool: Pool, tmp_path: Path) -> None:
+@pytest.fixture
+def fresh() -> Iterator[Pool]:
+    """Workers of this test alone: in those of all, malloc may hold free what others had."""
+    with Pool(preload=["tests.end_to_end.limited_program"]) as workers:
+        yield workers
+
+
+def test_four_processes_train_what_one_cannot_hold(fresh: Pool, tmp_path: Path) -> None:
     for name in ("one", "four"):
         (tmp_path / name).mkdir()
     module = "tests.end_to_end.limited_program"
-    (one,) = launch(pool, 1, module, ROOM, *RUN.split(), folder=tmp_path / "one")
+    (one,) = launch(fresh, 1, module, ROOM, *RUN.split(), folder=tmp_path / "one")
     assert one.code == 1
     lines = one.err.splitlines()
     assert lines[0].startswith("[rank 0] error: out of memory in building the model: ")
@@ -36,7 +46,7 @@ def test_four_processes_train_what_one_cannot_hold(pool: Pool, tmp_path: Path) -
     assert re.match(fits, lines[-1])
 
     words = [*RUN.split(), *STRATEGY.split()]
-    four = launch(pool, 4, module, ROOM, *words, folder=tmp_path / "four")
+    four = launch(fresh, 4, module, ROOM, *words, folder=tmp_path / "four")
     assert [rank.code for rank in four] == [0] * 4
     *rows, memory = metrics(tmp_path / "four" / "metrics.jsonl")
     assert len(rows) == 2 and rows[1]["lm_loss"] < rows[0]["lm_loss"]

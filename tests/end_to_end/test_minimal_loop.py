@@ -32,7 +32,7 @@ def losses(launcher: list[str], *flags: str, cwd: Path) -> list[float]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     rows = re.findall(r"^step (\d+): loss (\S+)$", ran.stdout, re.MULTILINE)
