@@ -209,6 +209,10 @@ def diff(words: Sequence[str]) -> int:
         open_checkpoint(one, config.ckpt_step) as left,
         open_checkpoint(other, config.ckpt_step) as right,
     ):
+        names = {*left.tensors, *right.tensors}
+        for beginning in config.only:
+            if not any(name.startswith(beginning) for name in names):
+                raise UserError(f"--only {beginning}: neither has a tensor whose name begins so")
         found = compared(left, right, config.only, config.tolerance)
     if config.json:
         print(json.dumps(found, indent=1))

@@ -213,6 +213,8 @@ def test_a_copy_is_equal_and_one_step_is_not(
     # Nothing moves by more than the rate, in two steps of it; bf16 rounds further.
     assert tool("diff", one, two, "--only", "optimizer.master", "--tolerance", 2e-3) == 0
     assert tool("diff", one, two, "--only", "optimizer.master", "--tolerance", 1e-5) == 1
+    with pytest.raises(UserError, match="--only optimiser: neither has a tensor"):
+        tool("diff", one, two, "--only", "optimiser")
 
 
 def test_a_changed_bit_is_found_where_it_is(

@@ -436,6 +436,8 @@ def test_the_folder_of_one_checkpoint_can_be_named_itself(tmp_path: Path) -> Non
     Run(tmp_path / "a").train(2).save()
     run = Run(tmp_path / "b", load=str(tmp_path / "a" / "iter_0000002")).load()
     assert run.state.iteration == 2
+    with pytest.raises(UserError, match=r"--ckpt-step \(1\), but .* is one checkpoint, of iter"):
+        Run(tmp_path / "c", load=str(tmp_path / "a" / "iter_0000002"), ckpt_step=1).load()
 
 
 def test_a_pretrained_checkpoint_gives_weights_until_the_run_has_its_own(tmp_path: Path) -> None:

@@ -93,6 +93,11 @@ def find(
         # The folder of one checkpoint instead of the folder that holds it.
         index = open_index(root)
         number = int(index.facts.get("iteration", 0))
+        if step not in (None, number):
+            raise UserError(
+                f"--ckpt-step ({step}), but {folder} is one checkpoint, of iteration {number}; "
+                "name the folder that holds it, or leave --ckpt-step out"
+            )
         return Found(catalog.RELEASE if root.name == catalog.RELEASE else number, root, index)
     held = catalog.scan(root)
     others = _recovery(root, apart, say) + ([local] if local is not None else [])
