@@ -104,7 +104,7 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(
-    max_examples=4, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET
+    max_examples=3, derandomize=True, deadline=None, database=None, suppress_health_check=QUIET
 )
 @given(chain=CHAINS)
 def test_chains_of_layouts_go_on_as_one_process(

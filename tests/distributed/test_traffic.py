@@ -200,7 +200,18 @@ def work(rank: int, world: int, words: str, evaluated: int) -> Seen:
     return Seen(coordinates, training, counted(found), buckets)
 
 
-@pytest.mark.parametrize(("world", "words"), LAYOUTS, ids=lambda value: str(value) or "plain")
+LARGE = next(case for case in LAYOUTS if case[0] == 8)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    # Of the many processes of large worlds one case is enough by default.
+    [
+        pytest.param(*case, marks=pytest.mark.slow) if case[0] >= 8 and case != LARGE else case
+        for case in LAYOUTS
+    ],
+    ids=lambda value: str(value) or "plain",
+)
 def test_an_iteration_moves_what_the_closed_form_says(pool: Pool, world: int, words: str) -> None:
     config = config_of(world, words)
     rows = vocabulary_of(config).padded_rows

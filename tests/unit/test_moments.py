@@ -67,7 +67,10 @@ def gradients() -> Tensor:
     return torch.cat([steady, normal], 1) * sizes
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "fp16" else name for name in FORMATS],
+)
 def test_moments_follow_their_gradients(name: str) -> None:
     """Up and, when gradients become smaller, down again.
 
