@@ -14,7 +14,7 @@ VENV_ARGS ?=
 BIN := .venv/bin
 
 .PHONY: always setup setup-dev quickstart lint benchmark extension clean
-.PHONY: test test-one-process test-distributed test-end-to-end test-slow test-kernels test-gpu
+.PHONY: test test-one-process test-several test-slow test-kernels test-gpu
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev
@@ -48,21 +48,18 @@ quickstart: setup
 	PYTHON=$(BIN)/python bash examples/quickstart.sh
 
 # Tests are many small processes: more threads than cores only wait for each other.
-test test-one-process test-distributed test-end-to-end test-slow test-kernels test-gpu: \
-    export OMP_NUM_THREADS ?= 1
+test test-one-process test-several test-slow test-kernels test-gpu: export OMP_NUM_THREADS ?= 1
 
-# Two parts side by side, the longest first: ranks of a test wait for each other much of the time.
+# Two halves side by side: ranks of a test wait for each other much of the time. Two parts with many
+# processes each would be slower together than one after the other.
 test: setup-dev
-	@$(MAKE) --no-print-directory -j2 test-distributed test-one-process test-end-to-end
+	@$(MAKE) --no-print-directory -j2 test-one-process test-several
 
 test-one-process: setup-dev
 	$(BIN)/python -m pytest -m "not slow" --ignore tests/distributed --ignore tests/end_to_end
 
-test-distributed: setup-dev
-	$(BIN)/python -m pytest -m "not slow" tests/distributed
-
-test-end-to-end: setup-dev
-	$(BIN)/python -m pytest -m "not slow" tests/end_to_end
+test-several: setup-dev
+	$(BIN)/python -m pytest -m "not slow" tests/distributed tests/end_to_end
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow
