@@ -56,8 +56,8 @@ class VerifyConfig(Config):
     """The checkpoint; may also come first, without the flag."""
 
     ckpt_step: int | None = option(None)
-    """Iteration to take of a folder of checkpoints; what a run would start from when absent, and
-    then what such a run would pass over counts as damage."""
+    """Iteration to take of a folder of checkpoints; when absent, the regular one that a run would
+    start from, and then what such a run would pass over counts as damage."""
 
     all: bool = option(False)
     """Check every checkpoint of the folder."""

@@ -248,7 +248,9 @@ def test_ckpt_22_twenty_saves_keep_resident_memory(
     assert size <= buffer.bytes < size + 200 if way == "beside" else buffer.bytes == 0
 
 
-@pytest.mark.skipif(not priority.settable(), reason="threads have no priorities of their own")
+@pytest.mark.skipif(
+    not priority.settable(), reason="only Linux on a known processor sets those of threads"
+)
 def test_priorities_are_those_of_the_writing_threads_alone() -> None:
     found: list[tuple[int, int]] = []
 

@@ -6,9 +6,10 @@
 
 Whoever starts takes the newest complete checkpoint. The tracker decides which that is: it moves
 after each save, and somebody may set it back by hand. Only a checkpoint published after the tracker
-was last written is newer (a save that was stopped between its two steps), and a damaged one falls
-through to the one before it. Everything passed over is named with its reason. Checkpoints of other
-programs count as well; they are looked into only when they are to be loaded (`opened`).
+was last written is newer (a save that was stopped between its two steps), and one that is not whole
+(its index, or a file's size) falls through to the one before it; checksums are compared later, and
+what does not match them is an error. Everything passed over is named with its reason. Checkpoints
+of other programs count as well; they are looked into only when they are to be loaded (`opened`).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds; `checkpoint_save` writes it and `checkpoint_load` reads it.
+"""What a checkpoint of a run holds; `save` writes it and `load` reads it.
 
 A checkpoint has four parts: weights, optimizer state, random states, and facts (counters, schedule,
 config, tokenizer ...), the last in JSON. Each is loaded or left out by a flag of its own.

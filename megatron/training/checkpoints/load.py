@@ -69,7 +69,7 @@ def load_checkpoint(
 ) -> Loaded:
     """Set weights, optimizer, random states and progress from the checkpoint to start from.
 
-    A collective of the world. Without a checkpoint (see `checkpoint_source.choose`) nothing is
+    A collective of the world. Without a checkpoint (see `source.choose`) nothing is
     touched and the run starts at iteration 0.
 
     Raises:
