@@ -24,7 +24,7 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import Config, option
-from megatron.core.utils import UserError, human_bytes, human_count
+from megatron.core.utils import UserError, human_bytes, human_count, nearest
 from megatron.training.arguments import parse_tool, run_main
 
 PROGRAM = "checkpoint"
@@ -56,7 +56,7 @@ class VerifyConfig(Config):
     """The checkpoint; may also come first, without the flag."""
 
     ckpt_step: int | None = option(None)
-    """Iteration to take of a folder of checkpoints; when absent, the regular one that a run would
+    """Iteration to take of a folder of checkpoints; when absent, the one that a run would
     start from, and then what such a run would pass over counts as damage."""
 
     all: bool = option(False)
@@ -107,7 +107,11 @@ def inspect(words: Sequence[str]) -> int:
         found = described(source)
         unknown = [name for name in config.tensor if name not in source.tensors]
         if unknown:
-            raise UserError(f"--tensor {unknown[0]}: {source.folder} has no such tensor")
+            meant = nearest(f"model.{unknown[0].removeprefix('model.')}", source.tensors)
+            raise UserError(
+                f"--tensor {unknown[0]}: {source.folder} has no such tensor"
+                + f"; did you mean {' or '.join(meant)}?" * bool(meant)
+            )
         if config.tensor:
             from megatron.core.dist_checkpointing.statistics import statistics
 

@@ -19,6 +19,7 @@ from megatron.core.progress import Progress
 from megatron.core.utils import UserError, human_bytes
 from megatron.training.checkpoints import source as sources
 from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, WEIGHTS
+from megatron.training.recovery_config import SUBFOLDER
 
 LINES = 100
 """Most lines that a job's progress makes in a log file."""
@@ -116,11 +117,17 @@ def claimed(
             raise UserError(f"--ckpt-step ({step}): {path} does not exist")
         return _opened([path])
     held = catalog.scan(root)
-    if held.is_empty:
+    recovery = catalog.scan(root / SUBFOLDER)
+    if held.is_empty and recovery.is_empty:
         raise UserError(f"{folder} holds no checkpoint")
-    damages = [f"{path}: {reason}" for path, reason in held.ignored.items()]
-    newest = catalog.newest(held)
-    chosen = held.complete if everything else [newest] if newest is not None else []
+    ignored = {**held.ignored, **recovery.ignored}
+    damages = [f"{path}: {reason}" for path, reason in ignored.items()]
+    newest, last = catalog.newest(held), catalog.newest(recovery)
+    if last is not None and (newest is None or catalog.is_later(held, newest, last)):
+        newest = last
+    chosen = [newest] if newest is not None else []
+    if everything:
+        chosen = [*held.complete, *recovery.complete]
     opened, further = _opened([found.folder for found in chosen])
     return opened, damages + further
 

@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.format import (
     StoredBox,
     StoredTensor,
     dtype_name,
-    sync_folder,
 )
 from megatron.core.dist_checkpointing.part import write_all
+from megatron.core.dist_checkpointing.publishing import PARTIAL, put_in_place
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.save import PARTIAL, lacking_space
+from megatron.core.dist_checkpointing.save import lacking_space
 from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, as_bytes, slabs
 from megatron.core.sharding import Box, box_slices
 from megatron.core.utils import UserError
@@ -266,12 +266,10 @@ def write_weights(
         for name, keys in zip(names, shards, strict=True):
             _write_shard(partial / name, {key: tensors[key] for key in keys}, read, told)
         _write_json(partial / "config.json", settings)
-        sync_folder(partial)
-        os.rename(partial, folder)
+        put_in_place(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    sync_folder(folder.parent)
     return names
 
 

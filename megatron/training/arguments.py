@@ -431,6 +431,12 @@ def _take_stored(
     stored = _stored(values, reader)
     if stored is None:
         return ["warning: --use-checkpoint-args: there is no checkpoint to take them from"]
+    if "num_layers" not in stored:
+        named = values.get("load") or values.get("pretrained_checkpoint")
+        raise UserError(
+            f"--use-checkpoint-args: the checkpoint in {named} has stored no settings of its "
+            "model; leave the flag out and give the model by its flags"
+        )
     reports = checkpoint_args.merge(values, origins, stored)
     if values.get("use_mp_args_from_checkpoint_args"):
         reports += checkpoint_args.take_layout(values, origins, stored)

@@ -108,3 +108,18 @@ def test_with_copies_one_machine_may_be_lost_and_the_layout_another(
 def test_copies_in_the_folder_of_the_original_are_refused(tmp_path: Path) -> None:
     printed = refused(tmp_path, "--replication --replication-jump 1")
     assert "--replication-jump (1): ranks 0 and 1 would keep copies of each" in printed
+
+
+def test_a_copy_is_compared_where_it_is_read_and_replaced_where_it_is_cut_off(
+    pool: Pool, tmp_path: Path, straight: Rows
+) -> None:
+    """Each machine has the parts of all ranks; another layout reads all of them everywhere."""
+    assert run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT, COPIES)[0].code == 0
+    crash(tmp_path)
+    (copy,) = (tmp_path / "disks" / "1").glob("save-*/iter_*/rank00000.bin")
+    whole = copy.read_bytes()
+    copy.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    printed = refused(tmp_path, "--data-parallel-sharding-strategy no_shard", COPIES)
+    assert "rank00000.bin from byte 0 does not match its checksum" in printed
+    copy.write_bytes(whole[: len(whole) // 2])
+    check(tmp_path, run(pool, tmp_path, 4, SAVING, LOCAL, COPIES), straight)

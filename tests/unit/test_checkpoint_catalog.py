@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing import catalog, format, save
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.publishing import REPLACED
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.unit.checkpoint_files import WORLD, item, planned, two, write
 
@@ -60,7 +61,7 @@ def test_a_tracker_that_names_a_missing_folder_is_reported(tmp_path: Path) -> No
 def test_a_stop_between_the_two_renames_of_a_rewrite_loses_nothing(tmp_path: Path) -> None:
     root = two(tmp_path)
     folder = root / catalog.folder_name(20)
-    os.rename(folder, folder.with_name(folder.name + save.REPLACED))
+    os.rename(folder, folder.with_name(folder.name + REPLACED))
     assert catalog.newest(catalog.scan(root)).name == 20
 
 

@@ -1,13 +1,15 @@
 """Recovery checkpoints: what their flags may say, and which parts of local ones make a whole."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing import local
-from megatron.core.dist_checkpointing.local import Copies, LocalCheckpoint
+from megatron.core.dist_checkpointing.local import LocalCheckpoint
+from megatron.core.dist_checkpointing.local_copies import Copies
 from megatron.core.mesh import Mesh
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
@@ -134,3 +136,13 @@ def test_runs_that_share_a_folder_have_their_own_in_it(tmp_path: Path) -> None:
     folders = [config.recovery.shared_folder(str(config.save)) for config in (one, other)]
     assert folders[0] != folders[1]
     assert {folder.parent for folder in folders} == {tmp_path / "shared"}
+
+
+def test_other_names_are_none_of_ours_and_stay(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2, 2.0)
+    copy = folder.with_name(folder.name + ".bak")
+    shutil.copytree(folder, copy)
+    found, ignored = local.find_local(tmp_path, WORLD)
+    assert found is not None and found.name == folder.name and not ignored
+    save(tmp_path, 4, 4.0)
+    assert copy.exists() and not folder.exists()

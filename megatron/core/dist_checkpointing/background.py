@@ -26,8 +26,8 @@ from megatron.core import comm
 from megatron.core.dist_checkpointing.format import Index
 from megatron.core.dist_checkpointing.part import Part, mark
 from megatron.core.dist_checkpointing.plan import Item
+from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.core.dist_checkpointing.save import (
-    PARTIAL,
     agree,
     agreed_publish,
     attempt,
@@ -106,8 +106,12 @@ class BackgroundSave:
         self._settled.wait()
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        problem = attempt(action, True)
-        self._problem = self._problem or problem
+        try:
+            self._problem = self._problem or attempt(action, True)
+        except Exception as error:
+            # Such as no memory for the copies. Others must learn of it; the thread tells the rest.
+            self._problem = f"{type(error).__name__}: {error}"
+            raise
 
     def written(self, device: torch.device) -> bool:
         """Return whether every rank's thread has ended; a collective of the world."""

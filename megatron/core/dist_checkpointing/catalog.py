@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeAlias
 
 from megatron.core.dist_checkpointing.detect import format_of, mark_of, open_index
 from megatron.core.dist_checkpointing.format import FORMAT, CheckpointError, Index
-from megatron.core.dist_checkpointing.save import PARTIAL, REPLACED
+from megatron.core.dist_checkpointing.publishing import PARTIAL, REPLACED
 from megatron.core.utils import atomic_path
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -104,6 +104,8 @@ def read_tracker(root: Path) -> Name | None:
         return None
     except IsADirectoryError:
         raise CheckpointError(f"{path} is a folder instead of a file; remove it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     if text == RELEASE:
         return RELEASE
     if not text.isdecimal():
@@ -118,13 +120,20 @@ def write_tracker(root: Path, name: Name) -> None:
 
 
 def scan(root: Path) -> Catalog:
-    """Return what ``root`` holds; an absent folder holds nothing."""
+    """Return what ``root`` holds; an absent folder holds nothing.
+
+    Raises:
+        CheckpointError: nobody may look into it.
+    """
     catalog = Catalog(root)
     try:
         catalog.tracker = read_tracker(root)
     except CheckpointError as error:
         catalog.ignored[root / TRACKER] = str(error)
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    try:
+        folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {error}") from None
     names = {path.name for path in folders}
     for folder in folders:
         # A replaced checkpoint counts while the new one of its name is not there.
@@ -144,11 +153,11 @@ def scan(root: Path) -> Catalog:
 
 
 def _examine(catalog: Catalog, name: Name, folder: Path) -> None:
-    kind = format_of(folder)
-    if kind not in (FORMAT, None):
-        catalog.complete.append(Found(name, folder, Index(format=kind)))
-        return
     try:
+        kind = format_of(folder)
+        if kind not in (FORMAT, None):
+            catalog.complete.append(Found(name, folder, Index(format=kind)))
+            return
         catalog.complete.append(Found(name, folder, open_index(folder)))
     except CheckpointError as error:
         catalog.ignored[folder] = str(error)
@@ -180,10 +189,21 @@ def is_later(catalog: Catalog, chosen: Found, other: Found) -> bool:
     return other.published > chosen.published and other.written > moved
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder as far as possible; of a link to one, the link."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def clear(root: Path) -> None:
     """Remove what stopped saves and removals left behind; no save may be under way."""
     for ending in (PARTIAL, DELETED):
         for leftover in root.glob(f"*{ending}"):
+            remove(leftover)
+    for leftover in root.glob(f"*{REPLACED}"):
+        if (root / leftover.name.removesuffix(REPLACED)).exists():
             shutil.rmtree(leftover, ignore_errors=True)
     for leftover in root.glob(f".{TRACKER}.*"):
         leftover.unlink(missing_ok=True)
@@ -211,6 +231,6 @@ def prune(root: Path, keep_last: int, retain_interval: int | None) -> list[Path]
             continue
         doomed = found.folder.with_name(found.folder.name + DELETED)
         os.rename(found.folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove(doomed)
         removed.append(found.folder)
     return removed

@@ -19,12 +19,19 @@ _FOREIGN: Mapping[str, Callable[[Path], Index]] = {
 
 
 def format_of(folder: Path) -> str | None:
-    """Return the name of the format of a checkpoint's folder; None if it holds no checkpoint."""
-    if (folder / INDEX).exists():
-        return FORMAT
-    if (folder / METADATA).exists():
-        return torch_dist.NAME
-    return legacy.NAME if legacy.files(folder) else None
+    """Return the name of the format of a checkpoint's folder; None if it holds no checkpoint.
+
+    Raises:
+        CheckpointError: nobody may look into it.
+    """
+    try:
+        if (folder / INDEX).exists():
+            return FORMAT
+        if (folder / METADATA).exists():
+            return torch_dist.NAME
+        return legacy.NAME if legacy.files(folder) else None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
 
 
 def mark_of(folder: Path, kind: str) -> Path:

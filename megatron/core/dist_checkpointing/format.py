@@ -209,10 +209,24 @@ def parse_index(text: str, origin: str) -> Index:
         facts = dict(value["facts"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{origin} is malformed: {error!r}") from None
-    strange = [name for name in files if Path(name).name != name]
+    index = Index(facts, files, tensors)
+    _check_places(index, origin)
+    return index
+
+
+def _check_places(index: Index, origin: str) -> None:
+    """Refuse an index that leads outside of the files of its folder."""
+    strange = [name for name in index.files if Path(name).name != name]
     if strange:
         raise CheckpointError(f"{origin} names files outside of its folder: {strange}")
-    return Index(facts, files, tensors)
+    for key, tensor in index.tensors.items():
+        for box in tensor.boxes:
+            size = index.files.get(box.file, -1)
+            if not 0 <= box.offset <= size - tensor.bytes_of(box):
+                raise CheckpointError(
+                    f"{origin}: {key} has a box at byte {box.offset} of {box.file}, which is in no "
+                    "file of this checkpoint"
+                )
 
 
 def read_index(folder: Path) -> Index:

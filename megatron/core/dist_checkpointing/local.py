@@ -14,6 +14,7 @@ layout, and the places of the ranks, may be others than those that saved.
 import bisect
 import functools
 import os
+import re
 import shutil
 import socket
 import time
@@ -34,7 +35,8 @@ from megatron.core.dist_checkpointing.format import (
     parse_index,
     write_index,
 )
-from megatron.core.dist_checkpointing.part import mark, write, write_all
+from megatron.core.dist_checkpointing.local_copies import ALONE, Copies, exchange, part_name
+from megatron.core.dist_checkpointing.part import mark, write
 from megatron.core.dist_checkpointing.plan import Item, intersection
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import (
@@ -48,22 +50,7 @@ from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
 from megatron.core.sharding import Box
 
-
-@dataclass(frozen=True)
-class Copies:
-    """Which ranks keep the same parts: ``count`` of them, ``jump`` apart; one keeps its own only.
-
-    With 8 ranks, jump 2 and count 2, those are (0, 2) (1, 3) (4, 6) (5, 7).
-    """
-
-    jump: int = 1
-    count: int = 1
-
-    def partners(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks that keep the part of ``rank``, itself included, in ascending order."""
-        block = self.jump * self.count
-        first = rank // block * block + rank % self.jump
-        return tuple(range(first, first + block, self.jump))
+_NAME = re.compile(r"iter_(\d+)-([0-9a-f]{12})")
 
 
 @dataclass(frozen=True)
@@ -76,6 +63,10 @@ class LocalFound:
     index: Index
     holders: Mapping[str, int]
     """By file, the first rank that has it at hand."""
+    own: frozenset[str]
+    """Files on this machine that are whole, as far as their sizes say."""
+    checked: tuple[str, ...]
+    """Those of them whose checksums this rank compares; ranks of a machine share them out."""
 
 
 def place(root: Path) -> tuple[str, str]:
@@ -90,7 +81,7 @@ def save_local(
     facts: Mapping[str, Any],
     world: Axis,
     device: torch.device,
-    copies: Copies = Copies(),
+    copies: Copies = ALONE,
 ) -> tuple[Path, int]:
     """Save what each rank owns to its machine's ``root``, then remove older saves there.
 
@@ -112,9 +103,9 @@ def save_local(
         part = parts[0]
         part.facts = {**facts, "published": published, "ranks": world.size}
         if copies.count > 1:
-            _exchange(folder, part, world, device, copies)
+            exchange(folder, part, world, device, copies)
         # The names of parts make the save: the last thing that each rank writes.
-        agree(attempt(lambda: write_index(part, folder / _part(rank)), True), world)
+        agree(attempt(lambda: write_index(part, folder / part_name(rank)), True), world)
     except SaveError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -125,13 +116,11 @@ def save_local(
     return folder, sum(size for _, size in everyone)
 
 
-def _part(rank: int) -> str:
-    return f"rank{rank:05d}.json"
-
-
 def _saves(root: Path) -> list[Path]:
     """Return the folders of saves, oldest first by iteration."""
-    return sorted(root.glob("iter_*-*")) if root.is_dir() else []
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
 
 
 def _lacking(
@@ -141,84 +130,6 @@ def _lacking(
     here, sizes = everyone[rank][0], [size for _, size in everyone]
     inside = [other for other, (where, _) in enumerate(everyone) if where == here]
     return lacking_space(folder, sum(sizes[p] for r in inside for p in copies.partners(r)))
-
-
-def _exchange(folder: Path, part: Index, world: Axis, device: torch.device, copies: Copies) -> None:
-    """Give this rank's part and file to its partners and write theirs; a collective of ``world``.
-
-    Each passes on what it got, as in a ring, a chunk at a time.
-    """
-    rank = world.coordinate
-    partners = copies.partners(rank)
-    ring = Axis("copies", partners, partners.index(rank), world.group)
-    text = part.text().encode()
-    name = next(iter(part.files), None)
-    own = (len(text), part.bytes, name)
-    told = comm.gather_objects(own, world)
-    length = max(told[one][0] + told[one][1] for one in partners)
-    others = [partners[(ring.coordinate - hop) % len(partners)] for hop in range(1, len(partners))]
-    writers = {one: _Copy(folder, one, *told[one]) for one in others}
-    problem = None
-    for chunk in _stream(folder, text, name, length):
-        passed = chunk.to(device)
-        for one in others:
-            passed = comm.shift(passed, ring).wait()
-            if problem is None:  # whoever cannot write goes on to pass on
-                problem = attempt(functools.partial(writers[one].add, passed), True)
-    for copy in writers.values():
-        problem = problem or attempt(copy.finish, True)
-        copy.close()
-    agree(problem, world)
-
-
-def _stream(folder: Path, text: bytes, name: str | None, length: int) -> Iterator[Tensor]:
-    """Yield ``length`` bytes, a chunk at a time: a part, its file, and zeros after them."""
-    file = open(folder / name, "rb") if name is not None else None  # noqa: SIM115 (closed below)
-    try:
-        head = text
-        for start in range(0, length, CHUNK):
-            size = min(CHUNK, length - start)
-            data, head = head[:size], head[size:]
-            if file is not None and len(data) < size:
-                data += file.read(size - len(data))
-            yield torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    finally:
-        if file is not None:
-            file.close()
-
-
-class _Copy:
-    """Takes another rank's part and file as they come, and writes them."""
-
-    def __init__(self, folder: Path, rank: int, head: int, size: int, name: str | None) -> None:
-        self.path, self.head, self.left = folder / _part(rank), head, size
-        self.text = b""
-        self.target = folder / name if name is not None else None
-        self.file: int | None = None
-
-    def add(self, chunk: Tensor) -> None:
-        """Take the next bytes of the stream."""
-        data = chunk.to("cpu").numpy().tobytes()
-        missing = self.head - len(self.text)
-        self.text += data[:missing]
-        body = data[missing : missing + self.left]
-        self.left -= len(body)
-        if self.target is not None and body:
-            if self.file is None:
-                self.file = os.open(self.target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            write_all(self.file, memoryview(body))
-
-    def finish(self) -> None:
-        """Put all of it on disk, the part last."""
-        if self.file is not None:
-            os.fsync(self.file)
-        index = parse_index(self.text.decode(), f"the part for {self.path}")
-        write_index(index, self.path)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self.file is not None:
-            os.close(self.file)
 
 
 def find_local(
@@ -239,6 +150,8 @@ def find_local(
         },
         world,
     )
+    places = comm.gather_objects(place(root) if root is not None else None, world)
+    beside = [rank for rank, where in enumerate(places) if where == places[world.coordinate]]
     complete, reasons = [], {}
     for name in sorted({name for one in seen for name in one}):
         there = [one.get(name, {}) for one in seen]
@@ -251,7 +164,7 @@ def find_local(
             complete.append(name)
     if not complete:
         return None, reasons
-    name = max(complete, key=lambda one: int(one.rpartition("-")[2], 16))
+    name = max(complete, key=lambda one: one.rpartition("-")[2])
     holder: dict[int, int] = {}
     for rank, one in enumerate(seen):
         for part in one.get(name, {}):
@@ -262,11 +175,21 @@ def find_local(
     index = join(parts.values())
     index.facts = parts[0].facts
     holders = {file: holder[rank] for rank, part in parts.items() for file in part.files}
-    return LocalFound(_iteration(name), name, index, holders), reasons
+    # A copy that says anything else than the part that was joined is as if it were not here.
+    own = sorted(
+        file
+        for rank, part in here.get(name, {}).items()
+        for file in part.files
+        if part.text() == texts[rank]
+    )
+    checked = tuple(own[beside.index(world.coordinate) :: len(beside)])
+    return LocalFound(_iteration(name), name, index, holders, frozenset(own), checked), reasons
 
 
 def _iteration(name: str) -> int:
-    return int(name.removeprefix("iter_").partition("-")[0])
+    found = _NAME.fullmatch(name)
+    assert found is not None, name
+    return int(found[1])
 
 
 def _parts(folder: Path) -> dict[int, Index]:
@@ -288,7 +211,7 @@ class LocalCheckpoint(Checkpoint):
 
     def __init__(self, root: Path | None, found: LocalFound, world: Axis, device: torch.device):
         super().__init__((root or Path()) / found.name, found.index)
-        self.holders, self.world, self.device = found.holders, world, device
+        self.found, self.world, self.device = found, world, device
         self._received: dict[str, list[tuple[int, Tensor]]] = {}
 
     def damages(
@@ -296,42 +219,42 @@ class LocalCheckpoint(Checkpoint):
         files: Iterable[str] | None = None,
         told: Callable[[str, int], None] = lambda key, size: None,
     ) -> list[str]:
-        """Return what does not match its checksum, in the files that this rank sends.
+        """Return what does not match its checksum, in the copies that this rank compares.
 
-        Each file is one rank's to send, so that all ranks together compare all, whichever ``files``
-        are asked for here.
+        All ranks together compare every copy on every machine, whichever ``files`` are asked for
+        here: any of them may be read.
         """
-        mine = [name for name, rank in self.holders.items() if rank == self.world.coordinate]
-        return super().damages(mine, told)
+        return super().damages(self.found.checked, told)
 
     def fetch(self, wanted: Iterable[tuple[str, Box]]) -> None:
         """Receive what boxes of tensors need and this machine lacks; a collective of the world."""
         lacking = set(self._lacking(wanted))
         everyone = comm.gather_objects(sorted(lacking), self.world)
+        problem = None
         for file, offset, length in sorted({one for rank in everyone for one in rank}):
-            data = self._send(file, offset, length)
+            data = torch.zeros(length, dtype=torch.uint8)
+            if self.found.holders[file] == self.world.coordinate and problem is None:
+                read = functools.partial(super()._read, file, data, offset)
+                problem = attempt(read, True)  # nobody else is left waiting
+            self._send(data, self.found.holders[file])
             if (file, offset, length) in lacking:
                 self._received.setdefault(file, []).append((offset, data))
+        agree(problem, self.world, CheckpointError)
 
     def _lacking(self, wanted: Iterable[tuple[str, Box]]) -> Iterator[tuple[str, int, int]]:
         for key, box in wanted:
             stored = self.index.tensors[key]
             for one in stored.boxes:
-                if intersection(one.box, box) is not None and not (self.folder / one.file).exists():
+                if intersection(one.box, box) is not None and one.file not in self.found.own:
                     yield one.file, one.offset, stored.bytes_of(one)
 
-    def _send(self, file: str, offset: int, length: int) -> Tensor:
-        """Return bytes of a file that one rank has, on all ranks."""
-        holder = self.holders[file]
-        data = torch.empty(length, dtype=torch.uint8)
-        if holder == self.world.coordinate:
-            super()._read(file, data, offset)
-        for start in range(0, length, CHUNK):
+    def _send(self, data: Tensor, holder: int) -> None:
+        """Give bytes that one rank has to all ranks."""
+        for start in range(0, len(data), CHUNK):
             part = data[start : start + CHUNK]
             moved = part.to(self.device)
             comm.broadcast(moved, self.world, holder)
             part.copy_(moved)
-        return data
 
     def _read(self, file: str, out: Tensor, offset: int) -> None:
         """Fill a flat uint8 tensor from a file, or from what was received of it."""

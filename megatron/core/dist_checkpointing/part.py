@@ -86,7 +86,11 @@ class Part:
         self._file: int | None = None
         if self._entries:
             self._file = os.open(folder / self._name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            os.ftruncate(self._file, self._size)
+            try:
+                os.ftruncate(self._file, self._size)
+            except OSError:
+                self.close()
+                raise
 
     @property
     def _name(self) -> str:

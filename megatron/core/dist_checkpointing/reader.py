@@ -241,7 +241,10 @@ class Checkpoint:
     def _open(self, file: str) -> int:
         with self._opening:
             if file not in self._descriptors:
-                self._descriptors[file] = os.open(self.folder / file, os.O_RDONLY)
+                try:
+                    self._descriptors[file] = os.open(self.folder / file, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
             return self._descriptors[file]
 
     def _read(self, file: str, out: Tensor, offset: int) -> None:

@@ -24,19 +24,14 @@ from megatron.core.dist_checkpointing.format import (
     Index,
     StoredTensor,
     parse_index,
-    sync_folder,
     write_index,
 )
 from megatron.core.dist_checkpointing.part import mark, write
 from megatron.core.dist_checkpointing.plan import Item, uncovered
+from megatron.core.dist_checkpointing.publishing import PARTIAL, put_in_place
 from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
 from megatron.core.utils import human_bytes
-
-PARTIAL = ".partial"
-"""Ending of the folder that a save writes into; one that stays behind is no checkpoint."""
-REPLACED = ".replaced"
-"""Ending of an older checkpoint of the same name, for the moment between two renames."""
 
 
 class SaveError(Exception):
@@ -56,19 +51,7 @@ def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) ->
     write_index(index, partial / INDEX)
     for rank in range(ranks):
         (partial / mark(rank)).unlink()
-    sync_folder(partial)
-    old = final.with_name(final.name + REPLACED)
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
-    try:
-        os.rename(partial, final)
-    except OSError:
-        if old.exists():
-            os.rename(old, final)
-        raise
-    sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(partial, final)
     return index
 
 

@@ -32,7 +32,8 @@ from megatron.core.dist_checkpointing.format import (
 )
 from megatron.core.dist_checkpointing.part import mark, write_all
 from megatron.core.dist_checkpointing.plan import volume
-from megatron.core.dist_checkpointing.save import PARTIAL, lacking_space, publish
+from megatron.core.dist_checkpointing.publishing import PARTIAL
+from megatron.core.dist_checkpointing.save import lacking_space, publish
 from megatron.core.sharding import Box
 from megatron.core.utils import round_up
 

@@ -305,7 +305,8 @@ def choose(
         raise UserError(
             "the checkpoint's schedule differs from the flags' (checkpoint -> flags): "
             + "; ".join(changed)
-            + ". Give --override-opt_param-scheduler to follow the flags or "
+            + ". What no flag gives follows from others, the decay from --train-iters. Give "
+            "--override-opt_param-scheduler to follow the flags or "
             "--use-checkpoint-opt_param-scheduler to follow the checkpoint"
         )
     return current

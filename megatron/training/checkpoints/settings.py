@@ -117,12 +117,17 @@ def take_layout(
 def is_megatrons(folder: str) -> bool:
     """Return whether a folder holds checkpoints of Megatron-LM's and none of ours; no torch."""
     root = Path(folder)
-    if not root.is_dir():
-        return False
-    places = [root, *(path for path in root.iterdir() if path.is_dir())]
-    if any((path / "checkpoint.json").exists() for path in places):
-        return False
-    return any((path / ".metadata").exists() or any(path.glob("mp_rank_*/*.pt")) for path in places)
+    try:
+        if not root.is_dir():
+            return False
+        places = [root, *(path for path in root.iterdir() if path.is_dir())]
+        if any((path / "checkpoint.json").exists() for path in places):
+            return False
+        return any(
+            (path / ".metadata").exists() or any(path.glob("mp_rank_*/*.pt")) for path in places
+        )
+    except PermissionError as error:
+        raise UserError(f"--load ({folder}) cannot be read: {error}") from None
 
 
 def keep_objective(

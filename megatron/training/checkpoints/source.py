@@ -62,6 +62,11 @@ def choose(config: CheckpointConfig, say: Say, local: Found | None = None) -> So
                 f"--load ({config.load}) holds no checkpoint; without "
                 "--exit-on-missing-checkpoint the run would start from scratch"
             )
+        if config.override_ckpt_iteration is not None:
+            raise UserError(
+                f"--override-ckpt-iteration ({config.override_ckpt_iteration}) counts a "
+                f"checkpoint's iteration anew, and --load ({config.load}) holds none; drop it"
+            )
         say(f"WARNING: --load ({config.load}) holds no checkpoint: starting from scratch")
     return None
 

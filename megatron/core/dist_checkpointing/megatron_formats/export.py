@@ -8,6 +8,7 @@ layout: Megatron-core cuts what it needs out of any chunks.
 
 import io
 import json
+import math
 import os
 import pickle
 import shutil
@@ -30,12 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.format import CheckpointError, sync_folder
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats import names, state
 from megatron.core.dist_checkpointing.megatron_formats.dcp import METADATA
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import COMMON, MASTER
+from megatron.core.dist_checkpointing.publishing import PARTIAL, put_in_place
 from megatron.core.dist_checkpointing.reader import Reader
-from megatron.core.dist_checkpointing.save import PARTIAL
+from megatron.core.dist_checkpointing.save import lacking_space
 from megatron.core.sharding import Box
 
 LARGEST = 256 * 2**20
@@ -54,6 +56,11 @@ class _Entry:
     """Our keys, in the order of the first dim where ``stacked``."""
     stacked: bool
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def export_torch_dist(
     reader: Reader, folder: Path, told: Callable[[str, int], None] = lambda key, size: None
@@ -66,7 +73,7 @@ def export_torch_dist(
         told: hears of each piece that was written: its key and its size in bytes.
 
     Raises:
-        CheckpointError: there are layers that do not make a stack, or no weights.
+        CheckpointError: there are layers that do not make a stack, no weights, or no room.
         OSError: the file system failed; ``folder`` is then as it was.
     """
     entries = _entries(reader)
@@ -76,14 +83,15 @@ def export_torch_dist(
     try:
         has_masters = any(key.startswith("optimizer.master.") for key in reader.tensors)
         common = state.common_state(reader.facts, has_masters=has_masters)
+        size = sum(entry.bytes for entry in entries.values())
+        problem = lacking_space(partial, size)
+        if problem is not None:
+            raise CheckpointError(problem)
         _write(reader, entries, common, partial, told)
+        put_in_place(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(partial, folder)
-    sync_folder(folder.parent)
 
 
 def _entries(reader: Reader) -> dict[str, _Entry]:
@@ -193,15 +201,18 @@ def _write(
                 writer.piece(key, entry, offsets, data)
                 told(key, data.nbytes)
         _sync(stream)
-    torch.save(common, folder / COMMON)
-    (folder / "metadata.json").write_text(json.dumps(_BACKEND), encoding="utf-8")
+    with open(folder / COMMON, "wb") as file:
+        torch.save(common, file)
+        _sync(file)
+    with open(folder / "metadata.json", "wb") as file:
+        file.write(json.dumps(_BACKEND).encode())
+        _sync(file)
     metadata = Metadata(writer.kinds)
     metadata.storage_data = writer.places
     metadata.storage_meta = StorageMeta(folder.name.removesuffix(PARTIAL), str(uuid.uuid4()))
     with open(folder / METADATA, "wb") as file:
         pickle.dump(metadata, file)
         _sync(file)
-    sync_folder(folder)
 
 
 def _sync(stream: BinaryIO) -> None:
