@@ -15,6 +15,7 @@ from megatron.core.config import (
 )
 from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.mtp_config import MTPConfig
 from megatron.core.transformer.offload_config import OffloadConfig, check_offload
 from megatron.core.transformer.recompute_config import RecomputeConfig
@@ -387,6 +388,7 @@ class TransformerConfig(Config):
     mla: MLAConfig
     mtp: MTPConfig
     mlp: MLPConfig
+    router: RouterConfig
     norm: NormConfig
     position: PositionConfig
     init: InitConfig

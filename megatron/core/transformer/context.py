@@ -40,3 +40,8 @@ class Context:
     cache: KeyValueCache | None = None
     query_positions_BS: Tensor | None = None
     """Where the queries stand among the cached keys."""
+    valid_SB: Tensor | None = None
+    """Tokens that count in the auxiliary losses of routers, bool, of the positions that this
+    context-parallel rank holds; None for all."""
+    tokens_SB: Tensor | None = None
+    """Token ids, int64, of the same positions: routers of the first layers may go by them."""
