@@ -36,8 +36,8 @@ def agent(words: list[str], program: list[str], folder: str, log: str, deaths: l
         if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC", "PMI_")):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Else all rounds of a rendezvous share one store, which keeps the addresses of the dead.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # One store for all attempts, which keeps what the dead have written, as torchrun has it.
+    os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     os.chdir(folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.dup2(os.open(log, flags), 1)

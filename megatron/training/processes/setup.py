@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import MutableMapping
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from megatron.core.mesh import GroupOptions, Mesh
 from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
 from megatron.training.process_config import ProcessConfig
-from megatron.training.processes import meeting
+from megatron.training.processes import agent_store, meeting
 from megatron.training.processes.flight_recorder import record_collectives
 from megatron.training.processes.group_settings import group_settings
 from megatron.training.processes.launch import Launch, local_device
@@ -162,17 +163,21 @@ def connect(
     launch: Launch, backend: str, limit: timedelta, environ: MutableMapping[str, str]
 ) -> None:
     """Join the world; fails after the time limit when some process does not come."""
-    # torchrun keeps a store at the meeting point already, which only env:// knows how to use.
-    from_environment = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= set(environ)
-    address = f"tcp://{launch.master_addr}:{launch.master_port}"
+    meeting_point: dict[str, Any]
+    if agent_store.is_kept(environ):
+        meeting_point = {"store": agent_store.meet(launch, limit)}
+    elif {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= set(environ):
+        meeting_point = {"init_method": "env://"}
+    else:
+        meeting_point = {"init_method": f"tcp://{launch.master_addr}:{launch.master_port}"}
     # No device_id: with one, NCCL would split the world's communicator for every group, and each
     # rank would take part in the making of all groups, its own or not: hundreds in a large world.
     dist.init_process_group(
         backend,
-        init_method="env://" if from_environment else address,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=limit,
+        **meeting_point,
     )
 
 
