@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import catalog, format
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.failing.failure import RunFailed
-from tests.unit.test_checkpointing import MESH, Run, equal
+from tests.unit.checkpoint_runs import MESH, Run, equal
 
 
 class Beside:

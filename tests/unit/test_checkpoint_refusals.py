@@ -1,0 +1,168 @@
+"""What a load refuses or warns of: other tensors, damage, another schedule, other settings."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core import sharding
+from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.reader import DamagedError
+from megatron.core.optimizer.schedule import Schedule
+from megatron.core.sharding import whole
+from megatron.core.utils import UserError
+from megatron.training.checkpoints.facts import RunFacts, check_rule
+from tests.unit.checkpoint_runs import NORMAL, Run, equal
+
+
+def drop(folder: Path, key: str) -> None:
+    """Take one tensor out of a checkpoint's index."""
+    index = format.read_index(folder)
+    del index.tensors[key]
+    format.write_index(index, folder / format.INDEX)
+
+
+def test_ckpt_12_a_missing_weight_stops_the_run(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    drop(tmp_path / "iter_0000002", "model.matrix")
+    run = Run(tmp_path, seed=9)
+    before = run.weights()
+    with pytest.raises(CheckpointError, match="1 tensor.s. missing:\n  model.matrix"):
+        run.load()
+    assert equal(before, run.weights())
+    run = Run(tmp_path, seed=9, dist_ckpt_strictness="log_all").load()
+    assert "WARNING: 1 missing tensors: model.matrix" in run.text
+    assert torch.equal(run.weights()["matrix"], before["matrix"])
+
+
+def test_ckpt_13_a_stray_tensor_stops_the_run(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    folder = tmp_path / "iter_0000002"
+    index = format.read_index(folder)
+    index.tensors["model.stray"] = replace(index.tensors["model.bias"])
+    format.write_index(index, folder / format.INDEX)
+    with pytest.raises(CheckpointError, match="1 tensor.s. unexpected:\n  model.stray"):
+        Run(tmp_path).load()
+    run = Run(tmp_path, dist_ckpt_strictness="log_unexpected").load()
+    assert "WARNING: 1 unexpected tensors: model.stray" in run.text
+
+
+def test_another_optimizer_is_refused_with_the_flag_that_helps(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer\.momentum.*--no-load-optim"):
+        Run(tmp_path, optimizer="sgd").load()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            {"optimizer": "adam"},
+            {"optimizer": "lion"},
+            "--optimizer adam, this run has --optimizer",
+        ),
+        (
+            {"optimizer": "muon", "muon_scalar_optimizer": "adam"},
+            {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+            "--muon-scalar-optimizer adam, or --no-load-optim",
+        ),
+    ],
+)
+def test_states_of_another_rule_are_refused_by_its_name(
+    before: dict[str, str], now: dict[str, str], said: str
+) -> None:
+    run = RunFacts(
+        config=now, schedule=None, tokenizer="", vocabulary=5, vocabulary_rows=5, objective="tokens"
+    )
+    with pytest.raises(UserError, match=said):
+        check_rule({"config": before}, run, Path("save"))
+    check_rule({"config": now}, run, Path("save"))
+    check_rule({}, run, Path("save"))  # of another program
+
+
+def test_verify_integrity_finds_a_flipped_bit(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    path = tmp_path / "iter_0000002" / "rank00000.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 64
+    path.write_bytes(data)
+    Run(tmp_path, verify_integrity=False).load()
+    with pytest.raises(DamagedError, match=r"(?s)is damaged.*model\.table.*--ckpt-step"):
+        Run(tmp_path).load()
+
+
+def test_a_load_logs_where_from_and_the_hash_of_the_content(tmp_path: Path) -> None:
+    saved = Run(tmp_path).train(2)
+    saved.save()
+    stored = json.loads((tmp_path / "iter_0000002" / format.INDEX).read_text())["hash"]
+    run = Run(tmp_path).load()
+    assert run.loaded.hash == stored and f"hash {stored}" in run.text
+    assert f"hash {stored}" in saved.text
+    assert f"successfully loaded checkpoint from {tmp_path} at iteration 2" in run.text
+
+
+def test_another_schedule_needs_a_word_and_shows_both_curves(tmp_path: Path) -> None:
+    Run(tmp_path).train(5).save()
+    with pytest.raises(UserError, match=r"lr: 0\.1 -> 0\.2.*--override-opt_param-scheduler"):
+        Run(tmp_path, lr=0.2).load()
+    for flag, rate in (
+        ("override_opt_param_scheduler", 0.2),
+        ("use_checkpoint_opt_param_scheduler", 0.1),
+    ):
+        run = Run(tmp_path, lr=0.2, **{flag: True}).load()
+        assert isinstance(run.schedule, Schedule) and run.schedule.lr == rate
+        # Iterations 0, 2, 5, 8 and 10, with the old rate and the new one.
+        rows = [line for line in run.lines if line.strip()[:1].isdigit()]
+        assert len(rows) == 5 and "1.333333e-01" in rows[1] and "6.666667e-02" in rows[1]
+    assert Run(tmp_path, lr=0.2, finetune=True).load().schedule.lr == 0.2
+
+
+@pytest.mark.parametrize(("before", "now", "what"), [(None, 0.3, "drop"), (0.3, None, "give")])
+def test_a_stored_schedule_cannot_bring_or_take_away_a_decoupled_rate(
+    tmp_path: Path, before: float | None, now: float | None, what: str
+) -> None:
+    """How parameters are grouped follows from the flags, so the rate would be lost or made up."""
+    saved, other = Run(tmp_path), Run(tmp_path, use_checkpoint_opt_param_scheduler=True)
+    saved.schedule = replace(saved.schedule, decoupled_lr=before, decoupled_min_lr=0.0)
+    saved.train(2).save()
+    other.schedule = replace(other.schedule, decoupled_lr=now, decoupled_min_lr=0.0)
+    with pytest.raises(UserError, match=f"{what} --decoupled-lr"):
+        other.load()
+
+
+def test_other_shapes_are_said_before_another_schedule(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    run = Run(tmp_path, lr=0.2)
+    record = whole((5, 3), NORMAL, matrix=True)
+    run.model.matrix = run.model._make(record, (5, 3), torch.float32)
+    sharding.name_parameters(run.model)
+    with pytest.raises(UserError, match=r"matrix: float32 \[4, 3\], here float32 \[5, 3\]"):
+        run.load()
+
+
+def test_what_differs_from_the_checkpoint_is_said(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    same = Run(tmp_path).load()
+    assert "settings that differ" not in same.text and "WARNING" not in same.text
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        run = Run(tmp_path, lr=0.2, override_opt_param_scheduler=True).load()
+    finally:
+        torch.set_num_threads(threads)
+    assert f"threads {threads} -> {threads + 1}" in run.text
+    assert "settings that differ from the checkpoint's: lr 0.1 -> 0.2" in run.lines
+
+
+def test_settings_that_change_the_order_of_sums_are_warned_of(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.extra = {"ddp_bucket_size": 1000}
+    run.train(2).save()
+    other = Run(tmp_path)
+    other.extra = {"ddp_bucket_size": 2000}
+    other.load()
+    assert "WARNING: ddp_bucket_size 1000 -> 2000: sums may be rounded in another" in other.text
+    assert "settings that differ" not in other.text
