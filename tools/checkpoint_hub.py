@@ -29,8 +29,9 @@ TOKENIZER_FILES = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
 )
+"""What `--copy-tokenizer` copies: what turns text into ids and back. generation_config.json, which
+chooses how their library samples, is none of it."""
 
 
 def import_model(config: ConvertConfig, folder: Path) -> int:
@@ -127,6 +128,12 @@ def export_model(config: ConvertConfig) -> int:
             lambda name, box: view.read(WEIGHTS + name, box),
             token_ids={name: known[name] for name in TOKEN_IDS if name in known},
         )
+        architecture = made.settings["architectures"][0]
+        if made.left_out:
+            say(
+                f"{architecture} has no {'; '.join(made.left_out)}: left out, it changes nothing "
+                "but training; give the flags again to whoever trains on"
+            )
         if target.exists():
             target.rmdir()
         with Bar(sum(shape.bytes for shape in made.tensors.values()), "wrote") as bar:
@@ -139,19 +146,23 @@ def export_model(config: ConvertConfig) -> int:
                 told=bar,
             )
         if config.copy_tokenizer:
-            copied = _copy_known_tokenizer(facts.get("config", {}), target)
-            say(f"copied {', '.join(copied) or 'no file of a tokenizer'} to {target}")
+            say(_copy_known_tokenizer(facts.get("config", {}), target))
     size = sum((target / name).stat().st_size for name in files)
     print(
-        f"wrote {target}: {made.settings['architectures'][0]}, {len(made.tensors)} tensors, "
+        f"wrote {target}: {architecture}, {len(made.tensors)} tensors, "
         f"{human_bytes(size)} in {len(files)} file(s)"
     )
     return 0
 
 
-def _copy_known_tokenizer(settings: Mapping[str, Any], target: Path) -> list[str]:
-    """Copy the files that a run's settings name, and those beside a tokenizer.json."""
-    copied = []
+def _copy_known_tokenizer(settings: Mapping[str, Any], target: Path) -> str:
+    """Copy the files that a run's settings name, and those beside a tokenizer.json; say which."""
+    if settings.get("tokenizer_type") == "NullTokenizer":
+        return (
+            "--copy-tokenizer: NullTokenizer, which the checkpoint names, has no files: its texts "
+            "are ids, and so is what the exported model is given"
+        )
+    copied: list[str] = []
     for name, as_name in (
         ("vocab_file", "vocab.json"),
         ("merge_file", "merges.txt"),
@@ -168,4 +179,4 @@ def _copy_known_tokenizer(settings: Mapping[str, Any], target: Path) -> list[str
             copied.append(as_name or source.name)
         else:
             raise UserError(f"--copy-tokenizer: {path}, which the checkpoint names, is not there")
-    return copied
+    return f"copied {', '.join(copied) or 'no file of a tokenizer'} to {target}"

@@ -255,8 +255,15 @@ def _unequal_facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[st
         name: [a.get(name), b.get(name)]
         for name in names
         if a.get(name) != b.get(name)
-        and not (name.startswith(OPTIONAL) and None in (a.get(name), b.get(name)))
+        and not (name.startswith(OPTIONAL) and not _says_something(name, a, b))
     }
+
+
+def _says_something(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether both have a fact; a setting may be None, others of that value are absent."""
+    if name.startswith("config."):
+        return name in a and name in b
+    return None not in (a.get(name), b.get(name))
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,11 +20,11 @@ PROGRAM = "checkpoint"
 _OLD_NAMES = {
     "mcore": "megatron",
     "core": "megatron",
-    "megatron": "megatron",
     "llama_mistral": "hf",
     "huggingface": "hf",
     "gpt2_hf": "hf",
 }
+ANY_OF_MEGATRON = "mcore"
 OTHERS = tuple(
     Row(flag, values, "no effect", why=why)
     for flag, values, why in (
@@ -39,6 +39,15 @@ OTHERS = tuple(
         ("--true-vocab-size", "1", "give --vocab-size"),
     )
 )
+
+
+def source_named(text: str) -> str:
+    """Return the format that is to be read; the old tool's words mean any of Megatron's.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    return ANY_OF_MEGATRON if text.lower() in ("mcore", "core") else format_named(text)
 
 
 def format_named(text: str) -> str:
@@ -90,10 +99,10 @@ class ConvertConfig(Config):
     """Folder to write to."""
 
     source: str | None = option(
-        None, flag="--from", aliases=("--loader",), parse=format_named, metavar="FORMAT"
+        None, flag="--from", aliases=("--loader",), parse=source_named, metavar="FORMAT"
     )
     """megatron (this project's), torch_dist, torch (Megatron-LM's), or hf (the transformers
-    library's); the files say it when absent."""
+    library's); the files say it when absent. mcore, as the old tool has it, is any but hf."""
 
     target: str = option(
         "megatron", flag="--to", aliases=("--saver",), parse=format_named, metavar="FORMAT"
@@ -162,6 +171,7 @@ def convert(words: Sequence[str]) -> int:
     from tools.checkpoint_reading import is_hub_folder, say
 
     _refuse_targets(config, say)
+    _tell_rows(config.tokenizer, say)
     check_folder("--save", config.save)
     folder = Path(config.load)
     theirs = config.source == "hf" or (config.source is None and is_hub_folder(folder))
@@ -176,6 +186,17 @@ def convert(words: Sequence[str]) -> int:
             return checkpoint_hub.import_model(config, folder)
         return checkpoint_hub.export_model(config)
     return _convert_ours(config)
+
+
+def _tell_rows(given: TokenizerConfig, say: Any) -> None:
+    """Say that a null tokenizer has one row more than its flag says, where it has."""
+    if given.tokenizer_type != "NullTokenizer" or given.vocab_size is None:
+        return
+    if given.null_tokenizer_eod_id is None:
+        say(
+            f"--tokenizer-type NullTokenizer: --vocab-size {given.vocab_size} and one more row, "
+            "for the end of document (--null-tokenizer-eod-id chooses one of the others)"
+        )
 
 
 def _refuse_targets(config: ConvertConfig, say: Any) -> None:
@@ -252,8 +273,11 @@ def _convert_ours(config: ConvertConfig) -> int:
     dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
     with open_checkpoint(config.load, config.ckpt_step) as source:
         found = "megatron" if source.format == FORMAT else source.format
-        if config.source not in (None, found):
-            raise UserError(f"--from {config.source}: {source.folder} is in the format {found}")
+        if config.source not in (None, ANY_OF_MEGATRON, found):
+            raise UserError(
+                f"{source.folder} is in the format {found}, but --from (or --loader) says "
+                f"{config.source}; leave it out, the files say what they are"
+            )
         _not_in_place(source.folder, config.save)
         with_optimizer = config.optim and source.facts.get("parts", {}).get("optimizer", False)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=with_optimizer)

@@ -23,16 +23,18 @@ POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm"
 
+_TRAINING = ("hidden_dropout", "attention_dropout", "label_smoothing")
+"""Settings that only training asks for: some families have words for some."""
 # How a model is computed or trained, not what it computes; other packages' files do not say it.
 _ASIDE = frozenset(
     (
+        *_TRAINING,
         *specs(RecomputeConfig),
         *specs(OffloadConfig),
         *specs(FusionConfig),
         *specs(InitConfig),
-        *"attention_backend transformer_impl logits_at_once label_smoothing hidden_dropout "
-        "attention_dropout fp32_residual_connection fp16_lm_cross_entropy "
-        "mtp_loss_scaling_factor group_query_attention".split(),
+        *"attention_backend transformer_impl logits_at_once fp32_residual_connection "
+        "fp16_lm_cross_entropy mtp_loss_scaling_factor group_query_attention".split(),
     )
 )
 _ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
@@ -70,18 +72,32 @@ class Family(ABC):
 
     def misfits(self, config: TransformerConfig) -> list[str]:
         """Return the settings of ours that this family cannot express, as on a command line."""
-        ours = effective(config)
         try:
-            theirs = Settings(self.to_theirs(config), self.architecture)
-            again = effective(TransformerConfig.resolve(**self.from_theirs(theirs)))
+            return _unlike(effective(config), effective(self._there_and_back(config)))
         except UserError as error:
             return [str(error)]
-        flags = {name: spec.flag for name, spec in specs(TransformerConfig).items()}
-        return [
-            f"{flags.get(name, name)} {as_words(value)} (it has {as_words(again.get(name))})"
-            for name, value in ours.items()
-            if as_json(again.get(name)) != as_json(value)
-        ]
+
+    def left_out(self, config: TransformerConfig) -> list[str]:
+        """Return the settings of training that this family cannot express, likewise.
+
+        They change nothing that a trained model computes, so they are worth a word and no refusal.
+        """
+        ours, again = config.flatten(), self._there_and_back(config).flatten()
+        return _unlike({name: ours[name] for name in _TRAINING}, again)
+
+    def _there_and_back(self, config: TransformerConfig) -> TransformerConfig:
+        theirs = Settings(self.to_theirs(config), self.architecture)
+        return TransformerConfig.resolve(**self.from_theirs(theirs))
+
+
+def _unlike(ours: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
+    """Return the settings that have not come back as they were, as on a command line."""
+    flags = {name: spec.flag for name, spec in specs(TransformerConfig).items()}
+    return [
+        f"{flags.get(name, name)} {as_words(value)} (it has {as_words(again.get(name))})"
+        for name, value in ours.items()
+        if as_json(again.get(name)) != as_json(value)
+    ]
 
 
 def effective(config: TransformerConfig) -> dict[str, Any]:

@@ -137,6 +137,8 @@ class Exported:
     settings: Mapping[str, Any]
     tensors: Mapping[str, Shape]
     read: ReadSlab
+    left_out: Sequence[str]
+    """Settings of ours for training that theirs cannot express, as on a command line."""
 
 
 def export(
@@ -184,7 +186,7 @@ def export(
         "torch_dtype": main_dtype(tensors),
         **(token_ids or {}),
     }
-    return Exported(settings, tensors, read_theirs)
+    return Exported(settings, tensors, read_theirs, family.left_out(config))
 
 
 def main_dtype(tensors: Mapping[str, Shape]) -> str:

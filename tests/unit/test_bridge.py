@@ -164,6 +164,7 @@ def test_settings_that_change_no_result_are_no_obstacle() -> None:
     aside |= {"hidden_dropout": 0.0, "init_method_std": 0.5, "softmax_scale": 0.5}
     config = TransformerConfig.resolve(**AS_LLAMA | aside)
     assert Llama().misfits(config) == []
+    assert Llama().left_out(config) == ["--label-smoothing 0.1 (it has 0.0)"]
     tanh = TransformerConfig.resolve(**AS_GPT2 | {"openai_gelu": True})
     assert GPT2Family().misfits(tanh) == []
     exact = TransformerConfig.resolve(**AS_GPT2 | {"bias_gelu_fusion": False})

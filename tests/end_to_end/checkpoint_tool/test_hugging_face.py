@@ -71,12 +71,30 @@ def test_there_and_back_is_the_same_folder(
         tool("convert", "--load", imported, "--save", target, "--to", "hf")
 
 
+def test_an_export_names_what_it_leaves_behind(
+    tmp_path: Path, tool: Tool, imported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{TRAIN} --load {imported} --save {tmp_path / 'save'} --train-iters 1 "
+    words += "--global-batch-size 1 --hidden-dropout 0.25 --attention-dropout 0.125"
+    assert pretrain_gpt.main(words.split()) == 0
+    capsys.readouterr()
+    target = tmp_path / "hf"
+    words = f"convert --load {tmp_path / 'save'} --save {target} --to hf --copy-tokenizer"
+    assert tool(*words.split()) == 0
+    said = capsys.readouterr().err
+    assert "LlamaForCausalLM has no --hidden-dropout 0.25 (it has 0.0): left out" in said
+    assert "attention" not in said, "which their settings have a word for"
+    assert json.loads((target / "config.json").read_text())["attention_dropout"] == 0.125
+    assert "NullTokenizer, which the checkpoint names, has no files" in said
+
+
 def test_a_tokenizer_beside_the_weights_is_found_and_copied(
     imported: Path, tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_llama(tmp_path / "llama", vocab_size=40)
     (source / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     (source / "tokenizer_config.json").write_text('{"eos_token": "c"}')
+    (source / "generation_config.json").write_text('{"temperature": 0.1}')
     target = tmp_path / "save"
     assert tool("convert", "--load", source, "--save", target, "--copy-tokenizer") == 0
     shutil.rmtree(source)
@@ -93,6 +111,8 @@ def test_a_tokenizer_beside_the_weights_is_found_and_copied(
         == 0
     )
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+    copied = {path.name for path in (target / "tokenizer").iterdir()}
+    assert copied == {"tokenizer.json", "tokenizer_config.json"}, "how to sample is no tokenizer"
     with pytest.raises(UserError, match="has 30 ids, the model 21 rows; --vocab-size 20 would fit"):
         tool(
             "convert",

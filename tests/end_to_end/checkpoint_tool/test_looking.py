@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.utils import UserError
-from tests.end_to_end.checkpoint_tool.words import Tool, flip
+from tests.end_to_end.checkpoint_tool.words import TRAIN, Tool, flip
 from tests.unit.hub_files import (
     LLAMA,
     llama_shapes,
@@ -184,3 +185,14 @@ def test_a_long_job_says_how_far_it_is(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert tool("verify", run) == 0
     assert capsys.readouterr().err.startswith("\r\x1b[2K[")
+
+
+def test_diff_lists_a_setting_that_was_given_to_one_run_alone(
+    tmp_path: Path, tool: Tool, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{TRAIN} --load {run} --save {tmp_path} --train-iters 3 --bf16 --save-keep-last 2 "
+    words += "--override-opt_param-scheduler"
+    assert pretrain_gpt.main(f"{words} --global-batch-size 3".split()) == 0
+    capsys.readouterr()
+    assert tool("diff", run, tmp_path) == 1
+    assert "fact config.save_keep_last: None and 2" in capsys.readouterr().out

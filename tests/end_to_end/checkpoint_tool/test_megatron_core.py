@@ -20,8 +20,8 @@ def test_a_checkpoint_of_megatron_core_becomes_ours_and_theirs_again(
         tool("convert", "--load", MCORE, "--save", tmp_path / "ours")
     with pytest.raises(UserError, match="cannot come from a vocabulary of 129"):
         tool("convert", "--load", MCORE, "--save", tmp_path / "ours", "--vocab-size", 129)
-    with pytest.raises(UserError, match="--from megatron: .* is in the format torch_dist"):
-        tool("convert", "--load", MCORE, "--save", tmp_path / "ours", "--from", "megatron")
+    with pytest.raises(UserError, match=r"torch_dist, but --from \(or --loader\) says torch"):
+        tool("convert", "--load", MCORE, "--save", tmp_path / "ours", "--from", "torch")
     with pytest.raises(UserError, match="convert reads it"):
         tool("reshard", "--load", MCORE, "--save", tmp_path / "ours")
     words = ("convert", "--load", MCORE, "--save", tmp_path / "ours", "--from", "torch_dist")
@@ -31,6 +31,10 @@ def test_a_checkpoint_of_megatron_core_becomes_ours_and_theirs_again(
     assert tool(*words, "--to", "torch_dist") == 0
     assert tool("diff", MCORE, tmp_path / "theirs") == 0
     assert catalog.read_tracker(tmp_path / "theirs") == 5
+    # The old tool's loader reads any format of Megatron's.
+    old = f"--loader mcore --saver mcore --load-dir {MCORE} --save-dir {tmp_path / 'old'}"
+    assert tool(*old.split(), "--vocab-size", 128) == 0
+    assert tool("diff", tmp_path / "ours", tmp_path / "old") == 0
     capsys.readouterr()
     assert tool("inspect", tmp_path / "theirs", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -38,9 +42,12 @@ def test_a_checkpoint_of_megatron_core_becomes_ours_and_theirs_again(
     assert {part["tensors"] for part in found["parts"].values()} == {15}
 
 
-def test_a_vocabulary_without_its_padding(tmp_path: Path, tool: Tool) -> None:
+def test_a_vocabulary_without_its_padding(
+    tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("convert", "--load", MCORE, "--save", tmp_path / "cut", *NULL[:3], 100)
     assert tool(*words) == 0
+    assert "--vocab-size 100 and one more row" in capsys.readouterr().err
     with Checkpoint(tmp_path / "cut" / "iter_0000005") as made, Checkpoint(MCORE) as source:
         for name in ("embedding.word_embeddings", "output_layer"):
             rows = made.read(f"model.{name}.weight")
