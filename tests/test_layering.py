@@ -34,8 +34,8 @@ ALLOWED = {
     "dist_checkpointing": "utils config mesh comm sharding",
     "distributed": "utils config mesh comm held sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
-    "transformer": "utils config kernels mesh rng sharding recompute offload tensor_parallel "
-    "context_parallel",
+    "transformer": "utils config kernels mesh comm rng sharding recompute offload "
+    "tensor_parallel context_parallel",
     "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
     "transformer pipeline_parallel",
     "inference": "utils mesh comm rng models",

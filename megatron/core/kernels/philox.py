@@ -72,3 +72,21 @@ def keep_mask(rows: int, columns: int, p: float, seed: int, device: torch.device
     counter = (group_1G, row_N1 & WORD, row_N1 >> 32, torch.zeros_like(group_1G))
     words_NG4 = torch.stack(torch.broadcast_tensors(*philox(counter, seed)), -1)
     return (words_NG4.flatten(1)[:, :columns] >> 1) >= threshold(p)
+
+
+def uniform(rows_N: Tensor, columns: int, seed: int) -> Tensor:
+    """Return a number of the open interval (0, 1) for each element of a matrix, u_NH, fp64.
+
+    An element depends on the number of its row, its column and the seed alone, so that ranks which
+    share the rows draw what one rank would.
+
+    Args:
+        rows_N: numbers of the rows, int64, not negative.
+        columns: H.
+        seed: below 2^64.
+    """
+    row_N1 = rows_N[:, None]
+    group_1G = torch.arange(-(-columns // 4), device=rows_N.device)[None]
+    counter = (group_1G, row_N1 & WORD, row_N1 >> 32, torch.zeros_like(group_1G))
+    words_NG4 = torch.stack(torch.broadcast_tensors(*philox(counter, seed)), -1)
+    return (words_NG4.flatten(1)[:, :columns].double() + 0.5) / 2.0**32

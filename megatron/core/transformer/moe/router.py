@@ -1,5 +1,12 @@
 """The router of an expert layer: one matrix that gives each token a logit per expert.
 
+    x' = x times random factors near 1, if any                       (`noise`)
+    logits = x' W^T
+    experts = the best by score, by Sinkhorn's assignment, or by the token's id
+    weights = what `routing` makes of the chosen scores
+    kept = choices that are not too many for an expert               (`capacity`)
+    losses = what uneven loads cost                                  (`balance`)
+
 Every rank holds the matrix whole and applies it to its own tokens. With sequence parallelism and
 context parallelism ranks see different tokens and its gradient is partial; without sequence
 parallelism the ranks of a tensor-parallel group route the same tokens alike.
@@ -8,6 +15,9 @@ Shapes: T tokens of this rank (S positions, this rank's share of them under sequ
 B samples), H hidden, E experts, K chosen of each token.
 """
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,12 +25,17 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
+from megatron.core.rng import DropoutKey
+from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.layers import linear, make_parameter
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init
-from megatron.core.transformer.moe import routing
+from megatron.core.transformer.moe import balance, capacity, noise, routing, sinkhorn
+from megatron.core.transformer.moe.expert_bias import Tally
+from megatron.core.transformer.moe.router_config import Z_LOSS
 from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.sharers import Sharers
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -49,7 +64,8 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer, self.num_experts = config.router, layer, num_experts
-        self.mesh, self.dtype, self.sequence_parallel = mesh, dtype, sequence_parallel
+        self.mesh, self.dtype, self.weights_dtype = mesh, dtype, accumulate_dtype(dtype)
+        self.sharers = Sharers(mesh, sequence_parallel=sequence_parallel)
         wanted = config.router.moe_router_dtype
         self.product_dtype = torch.promote_types(dtype, DTYPES[wanted]) if wanted else dtype
         shape = (num_experts, config.hidden_size)
@@ -61,26 +77,133 @@ class Router(nn.Module):
             matrix=True,
         )
         self.weight = make_parameter(record, shape, mesh, dtype)
+        self.by_token_id = layer < config.router.moe_n_hash_layers
+        self.expert_bias: nn.Parameter | None = None
+        if config.router.moe_router_enable_expert_bias and not self.by_token_id:
+            record = sharding.whole((num_experts,), Init(), replicated=("tp",), decay=False)
+            self.expert_bias = make_parameter(record, (num_experts,), mesh, self.weights_dtype)
+            self.expert_bias.requires_grad_(False)
+        self.tally = Tally(num_experts, mesh.device)
+        self.global_counts = balance.GlobalCounts(mesh.dp)
 
     def forward(self, x_TH: Tensor, context: Context, shape: tuple[int, int]) -> Routing:
         """Return where the tokens of this rank go.
+
+        Losses are computed where gradients are taken, and loads counted in training; both of valid
+        tokens alone. A collective of the ranks that share the microbatch where there are losses,
+        a capacity or Sinkhorn's assignment.
 
         Args:
             x_TH: positions of samples, position-major.
             context: of the microbatch.
             shape: (S, B).
         """
-        logits_TE = self._logits(x_TH)
-        scores_TE = routing.scores_of(logits_TE, self.config)
-        experts_TK = routing.choose(scores_TE, self.config)
-        weights_TK = routing.combine_weights(scores_TE, experts_TK, self.config)
-        counts_E = routing.count(experts_TK, self.num_experts, None)
-        return Routing(experts_TK, weights_TK.to(accumulate_dtype(self.dtype)), None, {}, counts_E)
+        valid_T = None
+        if context.valid_SB is not None:
+            valid_T = self.sharers.share(context.valid_SB).flatten()
+        logits_TE = self._logits(x_TH, context.dropout, shape)
+        experts_TK, weights_TK = self._choice(logits_TE, valid_T, context)
+        limit, kept_TK = self._kept(experts_TK, weights_TK, valid_T, shape)
+        counts_E = kept_E = routing.count(experts_TK, self.num_experts, valid_T)
+        if kept_TK is not None:
+            kept_E = routing.count(experts_TK, self.num_experts, valid_T, kept_TK)
+        if self.training and context.dropout is not None and self.expert_bias is not None:
+            self.tally.add(context.dropout, counts_E)
+        return Routing(
+            experts_TK=experts_TK,
+            weights_TK=weights_TK.to(self.weights_dtype),
+            kept_TK=kept_TK,
+            losses=self._losses(logits_TE, valid_T, shape[1], context.dropout),
+            counts_E=counts_E,
+            kept_counts_E=kept_E,
+            capacity=limit,
+        )
 
-    def _logits(self, x_TH: Tensor) -> Tensor:
-        """Return the product with the router's matrix, fp32 or finer."""
+    def _logits(self, x_TH: Tensor, key: DropoutKey | None, shape: tuple[int, int]) -> Tensor:
+        """Return the logits, fp32 or finer."""
+        epsilon, place = self.config.moe_input_jitter_eps, f"layers.{self.layer}"
+        if epsilon and self.training and key is not None:
+            seed = noise.seed_of(key, f"{place}.jitter")
+            tokens_T = self.sharers.tokens(shape, x_TH.device)
+            x_TH = noise.jittered(x_TH, tokens_T, epsilon, seed)
         if self.product_dtype == self.dtype:
             logits_TE = linear(x_TH, self.weight, None, self.mesh.alone, False)
-            return logits_TE.to(accumulate_dtype(self.dtype))
-        assert sharding.is_there(self.weight), "a unit of the model was not called as a module"
-        return F.linear(x_TH.to(self.product_dtype), self.weight.to(self.product_dtype))
+            logits_TE = logits_TE.to(self.weights_dtype)
+        else:
+            assert sharding.is_there(self.weight), "a unit of the model was not called as a module"
+            wide = self.product_dtype
+            logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
+        if self.config.moe_router_force_load_balancing:
+            seed = noise.seed_of(key, f"{place}.random")
+            tokens_T = self.sharers.tokens(shape, x_TH.device)
+            logits_TE = noise.random_logits(logits_TE, tokens_T, seed)
+        return logits_TE
+
+    def _choice(
+        self, logits_TE: Tensor, valid_T: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights."""
+        if self.config.is_sinkhorn and not self.by_token_id:
+            return self._assigned(logits_TE, valid_T)
+        scores_TE = routing.scores_of(logits_TE, self.config)
+        if self.by_token_id:
+            assert context.tokens_SB is not None, "routing by token ids needs them on every stage"
+            ids_T = self.sharers.share(context.tokens_SB).flatten()
+            wanted = (self.layer, self.num_experts, self.config.moe_router_topk)
+            experts_TK = noise.hashed_experts(ids_T, *wanted)
+        else:
+            bias_E = 0.0 if self.expert_bias is None else self.expert_bias
+            experts_TK = routing.choose(scores_TE.detach() + bias_E, self.config)
+        return experts_TK, routing.combine_weights(scores_TE, experts_TK, self.config)
+
+    def _assigned(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return experts by Sinkhorn's assignment, in evaluation by score, and their weights."""
+        alone = self.config.moe_router_topk == 1
+        scores_TE = logits_TE.sigmoid() if alone else logits_TE.softmax(-1)
+        by_TE = scores_TE
+        if self.training:
+            by_TE = sinkhorn.assignment(logits_TE, valid_T, self.sharers)
+        experts_TK = routing.choose(by_TE, self.config)
+        return experts_TK, scores_TE.gather(1, experts_TK)
+
+    def _kept(
+        self,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        valid_T: Tensor | None,
+        shape: tuple[int, int],
+    ) -> tuple[int | None, Tensor | None]:
+        """Return the capacity of an expert and the choices that are kept; None without one."""
+        factor = self.config.moe_expert_capacity_factor
+        if factor is None:
+            return None, None
+        whole, topk = len(experts_TK) * self.sharers.count, self.config.moe_router_topk
+        limit = capacity.capacity(whole, topk, self.num_experts, factor)
+        by_weight = self.config.moe_token_drop_policy == "probs"
+        tokens_T = self.sharers.tokens(shape, experts_TK.device)
+        weights = weights_TK if by_weight else None
+        return limit, capacity.kept(experts_TK, weights, valid_T, tokens_T, limit, self.sharers)
+
+    def _losses(
+        self, logits_TE: Tensor, valid_T: Tensor | None, samples: int, key: DropoutKey | None
+    ) -> dict[str, Tensor]:
+        """Return the auxiliary losses, in training; of balance none where token ids decide."""
+        if not (self.training and torch.is_grad_enabled()):
+            return {}
+        found = balance.losses(
+            logits_TE, self.config, valid_T, samples, self.sharers.total, partial(self._so_far, key)
+        )
+        if self.by_token_id:
+            zero = logits_TE.new_zeros(())
+            found = {name: x if name == Z_LOSS else zero for name, x in found.items()}
+        return found
+
+    def _so_far(self, key: DropoutKey | None, counts_X: Tensor) -> Tensor:
+        assert key is not None, "global_aux_loss goes by the number of the microbatch"
+        return self.global_counts.add(key, counts_X)
+
+
+def biased_routers(chunks: Iterable[nn.Module]) -> list[Router]:
+    """Return the routers of a rank's chunks that have a bias, in the model's order."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return [m for m in modules if isinstance(m, Router) and m.expert_bias is not None]

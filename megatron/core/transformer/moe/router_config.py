@@ -61,11 +61,17 @@ class RouterConfig(Config):
     moe_router_bias_update_rate: float = option(1e-3)
     """What that bias rises or falls by in an iteration."""
 
+    moe_router_force_load_balancing: bool = option(False)
+    """Route by random logits, for measurements of speed."""
+
     moe_expert_capacity_factor: float | None = option(None)
     """Tokens that an expert takes at most, over an even share of them; what is more is dropped."""
 
     moe_pad_expert_input_to_capacity: bool = option(False)
     """Give each expert as many rows as it may take."""
+
+    moe_token_drop_policy: Literal["probs", "position"] = option("probs")
+    """Which choices a full expert drops: those of the smallest weights, or the last ones."""
 
     moe_n_hash_layers: int = option(0)
     """Layers, of the first ones, whose experts follow from the token's id by a table."""

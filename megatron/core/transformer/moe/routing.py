@@ -44,6 +44,8 @@ class Routing:
     counts_E: Tensor
     """How often each expert was chosen by valid tokens of this rank, dropped choices counted;
     int64."""
+    kept_counts_E: Tensor
+    """Those of them that the experts took."""
     capacity: int | None = None
     """Tokens of the whole microbatch that an expert takes at most."""
 
@@ -101,11 +103,13 @@ def combine_weights(scores_TE: Tensor, experts_TK: Tensor, config: RouterConfig)
     return weights_TK if factor is None else weights_TK * factor
 
 
-def count(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None) -> Tensor:
-    """Return how often valid tokens chose each expert, counts_E, int64."""
+def count(
+    experts_TK: Tensor, num_experts: int, valid_T: Tensor | None, kept_TK: Tensor | None = None
+) -> Tensor:
+    """Return how often valid tokens chose each expert and were kept, counts_E, int64."""
+    counted_TK = torch.ones_like(experts_TK) if kept_TK is None else kept_TK.long()
     if valid_T is not None:
-        experts_TK = experts_TK[valid_T]
-    # Sums of ones are the same in any order; bincount is not deterministic on CUDA.
+        counted_TK = counted_TK * valid_T.unsqueeze(1)
+    # Sums of whole numbers are the same in any order; bincount is not deterministic on CUDA.
     counts_E = experts_TK.new_zeros(num_experts)
-    chosen = experts_TK.flatten()
-    return counts_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+    return counts_E.scatter_add_(0, experts_TK.flatten(), counted_TK.flatten())

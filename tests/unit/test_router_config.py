@@ -1,0 +1,80 @@
+"""Which settings of a router go together."""
+
+import pytest
+
+from megatron.core.transformer.moe.router_config import RouterConfig
+from megatron.core.utils import UserError
+
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+BIAS = {"moe_router_enable_expert_bias": True}
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"moe_router_topk": 0}, "--moe-router-topk (0) must be at least 1"),
+        ({"moe_router_topk": 1}, "--moe-router-pre-softmax"),
+        ({**SIGMOID, "moe_router_pre_softmax": True}, "drop it"),
+        (BIAS, "sigmoid or sqrtsoftplus, not softmax"),
+        ({"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
+        ({"moe_router_group_topk": 2}, "needs --moe-router-num-groups"),
+        ({"moe_router_num_groups": 2, "moe_router_group_topk": 4}, "must not exceed"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 3},
+            "multiple of --moe-router-group-topk (2)",
+        ),
+        ({"moe_router_load_balancing_type": ("aux_loss", "aux_loss")}, "name each kind once"),
+        ({"moe_router_load_balancing_type": ("none", "aux_loss")}, "none stands alone"),
+        ({"moe_aux_loss_coeff": (0.1, 0.2)}, "(0.1 0.2) must give one number for each"),
+        ({"moe_aux_loss_coeff": (-0.1,)}, "must not be negative"),
+        (
+            {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.1,)},
+            "has no loss",
+        ),
+        (
+            {"moe_router_load_balancing_type": ("sinkhorn",), "moe_expert_capacity_factor": 1.0},
+            "sinkhorn and --moe-expert-capacity-factor",
+        ),
+        ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
+        ({"moe_input_jitter_eps": 1.0}, "must lie in [0, 1)"),
+        ({"moe_expert_capacity_factor": 0.0}, "must be above 0"),
+    ],
+)
+def test_refused(choices: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        RouterConfig.resolve(**choices)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choices", "experts", "words"),
+    [
+        ({"moe_router_topk": 3}, 2, "--moe-router-topk (3) must not exceed --num-experts (2)"),
+        (GROUPS, 6, "--num-experts (6) must be a multiple of --moe-router-num-groups (4)"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 4},
+            8,
+            "raise --moe-router-group-topk",
+        ),
+    ],
+)
+def test_experts_fit_the_router(choices: dict[str, object], experts: int, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        RouterConfig.resolve(**choices).check_experts(experts)
+    assert words in str(caught.value)
+    RouterConfig.resolve(**GROUPS).check_experts(8)
+
+
+def test_names_of_losses() -> None:
+    config = RouterConfig.resolve(
+        moe_router_load_balancing_type=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        moe_aux_loss_coeff=(0.3, 0.0, 0.7),
+        moe_z_loss_coeff=0.1,
+    )
+    assert config.loss_weights == {
+        "load_balancing_loss": 0.3,
+        "global_load_balancing_loss": 0.7,
+        "z_loss": 0.1,
+    }
+    assert RouterConfig.resolve().loss_weights == {}
