@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -218,34 +217,6 @@ def test_a_rescue_without_all_ranks_parts_publishes_nothing(tmp_path: Path) -> N
     os.unlink(tmp_path / "one.partial" / part.mark(0))
     assert under_way.rescue(0.1) is None
     assert os.listdir(tmp_path) == ["one.partial"]
-
-
-@pytest.mark.parametrize(
-    ("way", "megabytes"),
-    [
-        ("beside", 24),
-        pytest.param("at once", 200, marks=pytest.mark.slow),
-        pytest.param("beside", 200, marks=pytest.mark.slow),
-    ],
-)
-def test_ckpt_22_twenty_saves_keep_resident_memory(
-    tmp_path: Path, way: str, megabytes: int
-) -> None:
-    """After save 20 within 15% of what it was after save 3; half of the state is not contiguous."""
-    rows = megabytes * 10**6 // 24
-    state = torch.zeros(rows, 6, dtype=torch.int32)
-    everything = [item("plain", state[: rows // 2]), item("strided", state[:, ::2])]
-    size = sum(piece.tensor.nbytes for one in everything for piece in one.pieces)
-    process, buffer, resident = psutil.Process(), HostBuffer(), []
-    for number in range(20):
-        final = tmp_path / f"iter_{number % 2}"
-        if way == "beside":
-            BackgroundSave(everything, final, {}, WORLD, buffer).finish()
-        else:
-            save.save(everything, final, {}, WORLD)
-        resident.append(process.memory_info().rss)
-    assert resident[19] < 1.15 * resident[2]
-    assert size <= buffer.bytes < size + 200 if way == "beside" else buffer.bytes == 0
 
 
 @pytest.mark.skipif(

@@ -68,6 +68,7 @@ class BackgroundSave:
         self._partial = final.with_name(final.name + PARTIAL)
         self._part: Part | None = None
         self._problem: str | None = None
+        self._given_up = False
         items = list(items)
         with removing(self._partial, world):
             prepare(self._partial, stage(items).bytes, world)
@@ -94,6 +95,8 @@ class BackgroundSave:
         with _own_stream(_device(items)):
             staged = stage(items, buffer)
         self._part = Part(staged, self._partial, self._world.coordinate)
+        if self._given_up:  # before there was a part to stop
+            self._part.stop()
         self._part.put_views()
 
     def _write(self, prepare_thread: Callable[[], None] | None) -> None:
@@ -156,7 +159,7 @@ class BackgroundSave:
 
     def abandon(self) -> None:
         """End the thread without finishing; what it wrote stays a folder that is no checkpoint."""
-        self._problem = self._problem or "the save was given up"
+        self._given_up = True
         if self._part is not None:
             self._part.stop()
         self._join()
