@@ -3,9 +3,9 @@
     capacity = ceil(factor * T' K / E)                          (Fedus et al., 2021, eq. 3, for K)
 
 Of the choices of an expert the first ``capacity`` are kept: valid tokens before others, then by
-weight (policy ``probs``), then in the order of positions (all of policy ``position``). The rule is
-of the whole microbatch, whose tokens several ranks may share, so that no layout changes who is
-dropped. (In Megatron-LM each rank has a capacity for its own tokens.)
+weight (policy ``probs``), then in the order of positions (the whole of policy ``position``). The
+rule is of the whole microbatch, whose tokens several ranks may share, so that no layout changes who
+is dropped. (In Megatron-LM each rank has a capacity for its own tokens.)
 
 Shapes: T tokens of this rank, T' of the whole microbatch, K chosen experts of each, E experts, N
 choices: K for each of T' tokens.
@@ -28,7 +28,7 @@ def capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
 def kept(
     experts_TK: Tensor,
     weights_TK: Tensor | None,
-    valid_T: Tensor | None,
+    late_T: Tensor,
     tokens_T: Tensor,
     limit: int,
     sharers: Sharers,
@@ -38,7 +38,7 @@ def kept(
     Args:
         experts_TK: the choices.
         weights_TK: by which full experts choose in turn; None to go by positions alone.
-        valid_T: tokens that come first; None for all.
+        late_T: whole numbers; tokens with smaller ones come before all others.
         tokens_T: their numbers in the microbatch.
         limit: the capacity.
         sharers: of the microbatch.
@@ -50,9 +50,7 @@ def kept(
     if weights_TK is not None:
         weight_N = sharers.everything(weights_TK.detach()).flatten()
         order_N = _sorted(order_N, -weight_N)
-    if valid_T is not None:
-        late_N = sharers.everything((~valid_T).long()).repeat_interleave(topk)
-        order_N = _sorted(order_N, late_N)
+    order_N = _sorted(order_N, sharers.everything(late_T).repeat_interleave(topk))
     order_N = _sorted(order_N, expert_N)
     sorted_N = expert_N[order_N]
     # Of a run of equal experts, how far each stands behind the first.

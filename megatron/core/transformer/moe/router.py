@@ -17,6 +17,7 @@ B samples), H hidden, E experts, K chosen of each token.
 
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +87,9 @@ class Router(nn.Module):
         self.tally = Tally(num_experts, mesh.device)
         self.global_counts = balance.GlobalCounts(mesh.dp)
 
-    def forward(self, x_TH: Tensor, context: Context, shape: tuple[int, int]) -> Routing:
+    def forward(
+        self, x_TH: Tensor, context: Context, shape: tuple[int, int], *, filled: int = 0
+    ) -> Routing:
         """Return where the tokens of this rank go.
 
         Losses are computed where gradients are taken, and loads counted in training; both of valid
@@ -97,13 +100,17 @@ class Router(nn.Module):
             x_TH: positions of samples, position-major.
             context: of the microbatch.
             shape: (S, B).
+            filled: positions, the last ones of each context-parallel rank, that are no part of the
+                microbatch; they are not valid.
         """
         valid_T = None
         if context.valid_SB is not None:
             valid_T = self.sharers.share(context.valid_SB).flatten()
-        logits_TE = self._logits(x_TH, context.dropout, shape)
+        assert not filled or valid_T is not None, "positions that were added are not valid"
+        places = _Places(self.sharers, shape, filled, x_TH.device)
+        logits_TE = self._logits(x_TH, context.dropout, places)
         experts_TK, weights_TK = self._choice(logits_TE, valid_T, context)
-        limit, kept_TK = self._kept(experts_TK, weights_TK, valid_T, shape)
+        limit, kept_TK = self._kept(experts_TK, weights_TK, valid_T, places)
         counts_E = kept_E = routing.count(experts_TK, self.num_experts, valid_T)
         if kept_TK is not None:
             kept_E = routing.count(experts_TK, self.num_experts, valid_T, kept_TK)
@@ -119,13 +126,12 @@ class Router(nn.Module):
             capacity=limit,
         )
 
-    def _logits(self, x_TH: Tensor, key: DropoutKey | None, shape: tuple[int, int]) -> Tensor:
+    def _logits(self, x_TH: Tensor, key: DropoutKey | None, places: "_Places") -> Tensor:
         """Return the logits, fp32 or finer."""
         epsilon, place = self.config.moe_input_jitter_eps, f"layers.{self.layer}"
         if epsilon and self.training and key is not None:
             seed = noise.seed_of(key, f"{place}.jitter")
-            tokens_T = self.sharers.tokens(shape, x_TH.device)
-            x_TH = noise.jittered(x_TH, tokens_T, epsilon, seed)
+            x_TH = noise.jittered(x_TH, places.numbers_T, epsilon, seed)
         if self.product_dtype == self.dtype:
             logits_TE = linear(x_TH, self.weight, None, self.mesh.alone, False)
             logits_TE = logits_TE.to(self.weights_dtype)
@@ -135,8 +141,7 @@ class Router(nn.Module):
             logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
         if self.config.moe_router_force_load_balancing:
             seed = noise.seed_of(key, f"{place}.random")
-            tokens_T = self.sharers.tokens(shape, x_TH.device)
-            logits_TE = noise.random_logits(logits_TE, tokens_T, seed)
+            logits_TE = noise.random_logits(logits_TE, places.numbers_T, seed)
         return logits_TE
 
     def _choice(
@@ -167,22 +172,19 @@ class Router(nn.Module):
         return experts_TK, scores_TE.gather(1, experts_TK)
 
     def _kept(
-        self,
-        experts_TK: Tensor,
-        weights_TK: Tensor,
-        valid_T: Tensor | None,
-        shape: tuple[int, int],
+        self, experts_TK: Tensor, weights_TK: Tensor, valid_T: Tensor | None, places: "_Places"
     ) -> tuple[int | None, Tensor | None]:
         """Return the capacity of an expert and the choices that are kept; None without one."""
-        factor = self.config.moe_expert_capacity_factor
+        factor, topk = self.config.moe_expert_capacity_factor, self.config.moe_router_topk
         if factor is None:
             return None, None
-        whole, topk = len(experts_TK) * self.sharers.count, self.config.moe_router_topk
-        limit = capacity.capacity(whole, topk, self.num_experts, factor)
-        by_weight = self.config.moe_token_drop_policy == "probs"
-        tokens_T = self.sharers.tokens(shape, experts_TK.device)
-        weights = weights_TK if by_weight else None
-        return limit, capacity.kept(experts_TK, weights, valid_T, tokens_T, limit, self.sharers)
+        limit = capacity.capacity(places.size, topk, self.num_experts, factor)
+        numbers_T = places.numbers_T
+        late_T = (numbers_T >= places.size).long()
+        if valid_T is not None:
+            late_T = late_T + ~valid_T
+        weights = weights_TK if self.config.moe_token_drop_policy == "probs" else None
+        return limit, capacity.kept(experts_TK, weights, late_T, numbers_T, limit, self.sharers)
 
     def _losses(
         self, logits_TE: Tensor, valid_T: Tensor | None, samples: int, key: DropoutKey | None
@@ -201,6 +203,25 @@ class Router(nn.Module):
     def _so_far(self, key: DropoutKey | None, counts_X: Tensor) -> Tensor:
         assert key is not None, "global_aux_loss goes by the number of the microbatch"
         return self.global_counts.add(key, counts_X)
+
+
+class _Places(NamedTuple):
+    """Where the tokens of this rank stand in their microbatch."""
+
+    sharers: Sharers
+    shape: tuple[int, int]
+    filled: int
+    device: torch.device
+
+    @property
+    def numbers_T(self) -> Tensor:
+        """Return the number of each token, int64."""
+        return self.sharers.tokens(self.shape, self.filled, self.device)
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens the microbatch has."""
+        return self.sharers.size(self.shape, self.filled)
 
 
 def biased_routers(chunks: Iterable[nn.Module]) -> list[Router]:

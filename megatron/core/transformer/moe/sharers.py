@@ -54,14 +54,27 @@ class Sharers:
             x_TX = mappings.own_slice(x_TX, axis)
         return x_TX
 
-    def tokens(self, shape: tuple[int, int], device: torch.device) -> Tensor:
-        """Return the number of each token in the whole microbatch, position-major, [T], int64."""
+    def tokens(self, shape: tuple[int, int], filled: int, device: torch.device) -> Tensor:
+        """Return the number of each token in the whole microbatch, position-major, [T], int64.
+
+        Args:
+            shape: positions and samples of this rank.
+            filled: positions, the last ones of each context-parallel rank, that are no part of the
+                microbatch and were added so that the others can be shared out. Their tokens have
+                numbers after all others.
+            device: of the result.
+        """
         positions, samples = shape
         shares = self.mesh.tp.size if self.sequence_parallel else 1
-        cp = self.mesh.cp
-        mine_S = partition.positions(positions * shares * cp.size, cp.coordinate, cp.size)
+        cp, true = self.mesh.cp, positions * shares - filled
+        mine_S = partition.positions(true * cp.size, cp.coordinate, cp.size)
+        mine_S = torch.cat((mine_S, true * cp.size + torch.arange(filled)))
         mine_S = self.share(mine_S).to(device)
         return (mine_S[:, None] * samples + torch.arange(samples, device=device)).flatten()
+
+    def size(self, shape: tuple[int, int], filled: int) -> int:
+        """Return how many tokens the whole microbatch has; see `tokens`."""
+        return (shape[0] * self.count - filled * self.mesh.cp.size) * shape[1]
 
     def share(self, x_SX: Tensor) -> Tensor:
         """Return this rank's share of a tensor of its context-parallel rank's positions, dim 0."""
