@@ -72,21 +72,41 @@ def losses(
     wanted = config.loss_weights
     if not wanted:
         return {}
-    by_sample = LOSS_NAMES["seq_aux_loss"] in wanted
-    valid_T1 = logits_TE.new_ones(len(logits_TE), 1)
-    if valid_T is not None:
-        valid_T1 = valid_T.to(logits_TE.dtype).unsqueeze(1)
-    shares_TE = probabilities(logits_TE, config)
-    best_TK = shares_TE.detach().topk(config.moe_router_topk, -1).indices
-    chosen_TE = torch.zeros_like(shares_TE).scatter_(1, best_TK, 1.0)
-    squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
-    # Of each token E probabilities, E choices, the token itself and a square.
-    columns_TX = torch.cat((shares_TE, chosen_TE, torch.ones_like(valid_T1), squares_T1), -1)
-    masked = torch.where(valid_T1 > 0, columns_TX, 0.0)
-    sums_RX = total(masked.unflatten(0, (-1, samples if by_sample else 1)).sum(0))
-    experts = logits_TE.shape[1]
-    found = _of_sums(sums_RX, experts, config, so_far)
+    experts, apart = logits_TE.shape[1], samples if LOSS_NAMES["seq_aux_loss"] in wanted else 1
+    sums_RX = _sums(logits_TE, config, valid_T, apart)
+    found = _of_sums(total(sums_RX), experts, config, so_far)
     return {name: found[name]() for name in wanted}
+
+
+def _sums(logits_TE: Tensor, config: RouterConfig, valid_T: Tensor | None, apart: int) -> Tensor:
+    """Return this rank's sums of each of ``apart`` samples, [R, 2E + 2].
+
+    Of E probabilities, of E choices, of tokens, and of squares; what no loss asks for is zero.
+    """
+    tokens, experts = logits_TE.shape
+
+    def summed(x_TX: Tensor) -> Tensor:
+        if valid_T is not None:
+            x_TX = torch.where(valid_T.unsqueeze(1), x_TX, 0.0)
+        summed_RX: Tensor = x_TX.unflatten(0, (-1, apart)).sum(0)
+        return summed_RX
+
+    ones_T1 = logits_TE.new_ones(tokens, 1)
+    shares_RE = counts_RE = logits_TE.new_zeros(apart, experts)
+    squares_R1 = logits_TE.new_zeros(apart, 1)
+    if config.loss_weights.keys() - {Z_LOSS}:
+        shares_TE = probabilities(logits_TE, config)
+        shares_RE = summed(shares_TE)
+        best_TK = shares_TE.detach().topk(config.moe_router_topk, -1).indices
+        sample_T1 = torch.arange(tokens, device=best_TK.device).unsqueeze(1) % apart
+        heap_N = (sample_T1 * experts + best_TK).flatten()
+        counted_TK = ones_T1 if valid_T is None else valid_T.to(logits_TE.dtype).unsqueeze(1)
+        counts_N = logits_TE.new_zeros(apart * experts)
+        counts_N.scatter_add_(0, heap_N, counted_TK.expand_as(best_TK).flatten())
+        counts_RE = counts_N.view(apart, experts)
+    if Z_LOSS in config.loss_weights:
+        squares_R1 = summed(logits_TE.logsumexp(-1, keepdim=True).square())
+    return torch.cat((shares_RE, counts_RE, summed(ones_T1), squares_R1), 1)
 
 
 def _of_sums(
