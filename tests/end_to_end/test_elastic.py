@@ -17,24 +17,15 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.elastic_program import Death, agent
-from tests.programs import Rows, assert_rows_equal, by_hand, free_port, metrics
+from tests.end_to_end.interruptions import LIMIT, RUN, import_once, straight
+from tests.programs import assert_rows_equal, free_port, metrics
 
-RUN = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
-    "--max-position-embeddings 16 --global-batch-size 4 --lr 1e-2 --mock-data --log-interval 1 "
-    "--tokenizer-type NullTokenizer --vocab-size 60 --eval-iters 0 --device cpu --num-workers 0 "
-    "--fp64 --metrics-file metrics.jsonl"
-)
 SAVING = "--save save --load save --save-interval 2"
-LIMIT = 400.0
-"""Seconds for a step of a test, on a machine that does much else."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _import_once() -> None:
-    """Let processes be forked from one that has imported torch, unless there is one already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.end_to_end.elastic_program"])
+    import_once("tests.end_to_end.elastic_program")
 
 
 def meeting(port: int) -> str:
@@ -69,14 +60,6 @@ def kill(process: BaseProcess) -> None:
     process.join()
 
 
-def straight(folder: Path, iterations: int) -> dict[int, Rows]:
-    """Return the rows of one process that goes to the end at once, by iteration."""
-    folder.mkdir()
-    words = f"{RUN} --train-iters {iterations}".split()
-    assert by_hand("pretrain_gpt", words, folder=folder, world=1).codes(LIMIT) == [0]
-    return {row["iteration"]: [row] for row in metrics(folder / "metrics.jsonl")}
-
-
 def attempts(folder: Path) -> list[tuple[int, int]]:
     """Return iteration and attempt of every row, in order."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -87,7 +70,7 @@ def attempts(folder: Path) -> list[tuple[int, int]]:
 def check(folder: Path, expected: set[tuple[int, int]]) -> None:
     """Look for these (iteration, attempt) among the rows, and compare the numbers of all."""
     assert expected <= set(attempts(folder))
-    one = straight(folder / "straight", max(iteration for iteration, _ in expected))
+    one = straight(folder / "straight", f"--train-iters {max(number for number, _ in expected)}")
     for row in metrics(folder / "metrics.jsonl"):
         assert_rows_equal([row], one[row["iteration"]])
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from tests.end_to_end.test_kills import LIMIT, start
+from tests.end_to_end.interruptions import LIMIT, start
 
 RUN = "--save save --load save --train-iters 6"
 REGULAR = f"{RUN} --save-interval 2"

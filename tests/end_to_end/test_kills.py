@@ -2,12 +2,12 @@
 
 After each kill the newest complete checkpoint is whole and no older than what was reported to be
 saved; in the end every iteration, however often it was done, has the numbers of a run that nobody
-interrupted.
+interrupted, bit for bit.
 """
 
-import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -16,56 +16,66 @@ import pytest
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from tests.end_to_end.killed_program import PLACES
-from tests.programs import ByHand, assert_rows_equal, by_hand, metrics
+from tests.end_to_end.interruptions import CONSTANT, LIMIT, import_once, start, straight
+from tests.end_to_end.killed_program import COPIED, LOCAL_PLACES, PLACES
+from tests.programs import ByHand, metrics
 
-RUN = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
-    "--max-position-embeddings 16 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant "
-    "--mock-data --log-interval 1 "
-    "--tokenizer-type NullTokenizer --vocab-size 60 --eval-iters 0 --device cpu --num-workers 0 "
-    "--fp64 --metrics-file metrics.jsonl"
+REGULAR = "--save save --load save --save-interval 1 --save-keep-last 2"
+RECOVERY = "--save save --load save --save-interval 4 --non-persistent-save-interval 1"
+LOCAL = (
+    f"{RECOVERY} --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir disks/{{rank}}"
 )
-SAVING = "--save save --load save --save-interval 1 --save-keep-last 2"
-LIMIT = 300.0
-"""Seconds for a step of a test, on a machine that does much else."""
+WAYS = {
+    "at once": (REGULAR, PLACES),
+    "beside": (f"{REGULAR} --async-save", (*PLACES, COPIED)),
+    "global": (f"{RECOVERY} --async-save", PLACES),
+    "local": (LOCAL, LOCAL_PLACES[:-1]),
+    "with copies": (f"{LOCAL} --replication --replication-jump 1", LOCAL_PLACES),
+}
+"""Flags, and the places of a save where a rank may die."""
+OF_ANY_RANK = {"written", "marked", COPIED, *LOCAL_PLACES}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _import_once() -> None:
-    """Let processes be forked from one that has imported torch, unless there is one already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.end_to_end.killed_program"])
+    import_once("tests.end_to_end.killed_program")
 
 
-def start(folder: Path, world: int, words: str, *planted: object) -> ByHand:
-    """Start the program, which dies where ``planted`` says: rank, place and iteration."""
-    planted = planted or (0, "nowhere", 0)
-    given = [*planted, *RUN.split(), *words.split()]
-    return by_hand("tests.end_to_end.killed_program", given, folder=folder, world=world)
+def reported(folder: Path) -> int:
+    """Return the last iteration that was said to be saved, 0 for none."""
+    printed = folder / "out.0"
+    text = printed.read_text() if printed.exists() else ""
+    found = re.findall(r"successfully saved (?:local )?checkpoint from iteration +(\d+) to", text)
+    return max(map(int, found), default=0)
 
 
-def tracked(save: Path) -> int:
-    """Return what the tracker names, 0 without one."""
-    found = catalog.read_tracker(save)
-    assert found != catalog.RELEASE
-    return found or 0
+def begun(folder: Path) -> list[int]:
+    """Return the iterations that runs have gone on from."""
+    printed = (folder / "out.0").read_text()
+    return [int(number) for number in re.findall(r"training from iteration (\d+)", printed)]
 
 
-def check(save: Path, acknowledged: int) -> None:
-    """Look at what a kill has left behind."""
-    found = catalog.newest(catalog.scan(save))
-    assert found is not None and isinstance(found.name, int) and found.name >= acknowledged
-    with Checkpoint(found.folder) as checkpoint:
-        assert checkpoint.damages() == []
-        assert checkpoint.facts["iteration"] == found.name
-    assert tracked(save) <= found.name <= tracked(save) + 1  # stopped between rename and tracker
+def check(save: Path, way: str) -> None:
+    """Look at what a kill has left in the shared folders: what is complete is whole."""
+    for root in (save, save / "non_persistent"):
+        for found in catalog.scan(root).complete:
+            with Checkpoint(found.folder) as checkpoint:
+                assert checkpoint.damages() == []
+                assert checkpoint.facts["iteration"] == found.name
+    if way in ("at once", "beside"):
+        newest = catalog.newest(catalog.scan(save))
+        assert newest is not None and isinstance(newest.name, int)
+        assert newest.name >= reported(save.parent)
+        tracked = catalog.read_tracker(save)
+        assert isinstance(tracked, int) or tracked is None
+        # Stopped between rename and tracker.
+        assert (tracked or 0) <= newest.name <= (tracked or 0) + 1
 
 
-def kill_one(run: ByHand, save: Path, before: int, draw: random.Random) -> None:
+def kill_one(run: ByHand, folder: Path, before: int, draw: random.Random) -> None:
     """Kill one process of a run, or all, some time after it has saved something."""
     end = time.monotonic() + LIMIT
-    while tracked(save) == before:
+    while reported(folder) == before:
         assert time.monotonic() < end and run.processes[0].is_alive(), run.errors.read_text()
         time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.2))
@@ -76,46 +86,59 @@ def kill_one(run: ByHand, save: Path, before: int, draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "kills"),
+    ("way", "world", "kills"),
     [
-        (1, 5),
-        (2, 3),
-        pytest.param(1, 60, marks=pytest.mark.slow),
-        pytest.param(2, 60, marks=pytest.mark.slow),
+        ("at once", 1, 5),
+        ("beside", 2, 5),
+        ("global", 1, 2),
+        ("with copies", 2, 5),
+        pytest.param("at once", 2, 5, marks=pytest.mark.slow),
+        pytest.param("beside", 1, 6, marks=pytest.mark.slow),
+        pytest.param("local", 1, 5, marks=pytest.mark.slow),
+        pytest.param("at once", 1, 60, marks=pytest.mark.slow),
+        pytest.param("at once", 2, 60, marks=pytest.mark.slow),
+        pytest.param("beside", 2, 60, marks=pytest.mark.slow),
+        pytest.param("global", 2, 30, marks=pytest.mark.slow),
+        pytest.param("with copies", 2, 30, marks=pytest.mark.slow),
     ],
 )
 def test_ckpt_20_kills_at_any_moment_lose_nothing_and_change_nothing(
-    tmp_path: Path, world: int, kills: int
+    tmp_path: Path, way: str, world: int, kills: int
 ) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    straight.mkdir()
+    words, places = WAYS[way][0], list(WAYS[way][1])
+    killed, draw = tmp_path / "killed", random.Random(kills + world)
     killed.mkdir()
-    draw, save, places = random.Random(kills + world), killed / "save", list(PLACES)
     draw.shuffle(places)
-    acknowledged = 0
+    acknowledged = [0]
     # Without an end: the next run but the last is always long enough.
     for number in range(kills):
-        before = tracked(save)
-        at_random = number % 5 == 4 or (kills > 5 and number % 2)
-        if at_random:
-            run = start(killed, world, f"{SAVING} --train-iters 100000")
-            kill_one(run, save, before, draw)
+        before = acknowledged[-1]
+        if number >= len(places) and number % 2 == 0:
+            run = start(killed, world, f"{words} --train-iters 100000")
+            kill_one(run, killed, before, draw)
         else:
             place = places[number % len(places)]
-            rank = draw.randrange(world) if place in ("written", "marked") else 0
+            rank = draw.randrange(world) if place in OF_ANY_RANK else 0
             first = max(before + draw.randint(1, 2), 3)
-            run = start(killed, world, f"{SAVING} --train-iters 100000", rank, place, first)
+            run = start(killed, world, f"{words} --train-iters 100000", rank, place, first)
         codes = run.codes(LIMIT)
         assert None not in codes, run.errors.read_text()
         assert -signal.SIGKILL in codes, run.errors.read_text()
-        check(save, acknowledged)
-        acknowledged = tracked(save)
-    total = acknowledged + 2
-    assert start(killed, world, f"{SAVING} --train-iters {total}").codes(LIMIT) == [0] * world
-    kept = sorted(path.name for path in save.iterdir() if path.is_dir())
-    assert kept == [catalog.folder_name(total - 1), catalog.folder_name(total)]
-    assert start(straight, 1, f"--train-iters {total}").codes(LIMIT) == [0]
-    expected = {row["iteration"]: row for row in metrics(straight / "metrics.jsonl")}
+        check(killed / "save", way)
+        acknowledged.append(max(reported(killed), begun(killed)[-1]))
+    # A checkpoint may be complete before anybody has said so: what was done last need not be lost.
+    total = max(row["iteration"] for row in metrics(killed / "metrics.jsonl")) + 2
+    ended = start(killed, world, f"{words} --train-iters {total}")
+    assert ended.codes(LIMIT) == [0] * world, ended.errors.read_text()
+    assert all(
+        found >= at_least for found, at_least in zip(begun(killed), acknowledged, strict=True)
+    )
+    kept = sorted(path.name for path in (killed / "save").glob("iter_*"))
+    assert kept[-1] == catalog.folder_name(total)
+    if way in ("at once", "beside"):
+        assert kept == [catalog.folder_name(total - 1), catalog.folder_name(total)]
+    expected = straight(tmp_path / "straight", f"{CONSTANT} --train-iters {total}", world)
     rows = metrics(killed / "metrics.jsonl")
     assert {row["iteration"] for row in rows} == set(range(1, total + 1))
-    assert_rows_equal(rows, [expected[row["iteration"]] for row in rows])
+    for row in rows:
+        assert [row] == expected[row["iteration"]]

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.training.recovery_config import own_folder
-from tests.end_to_end.test_kills import LIMIT, SAVING, start
+from tests.end_to_end.interruptions import LIMIT, start
 from tests.programs import assert_rows_equal, metrics
 
 RARELY = "--save save --load save --save-interval 100 --train-iters 6"
@@ -48,7 +48,7 @@ def test_ckpt_15_a_crash_before_the_first_regular_save_costs_one_iteration(
 
 def test_ckpt_15_whichever_is_newest_is_taken(tmp_path: Path) -> None:
     """Regular ones at 3 and 6, recovery ones at 2, 4: a crash in 6 goes on at 4, one in 7 at 6."""
-    words = f"{SAVING} --save-interval 3 --train-iters 8 {OFTEN}"
+    words = f"--save save --load save --save-keep-last 2 --save-interval 3 --train-iters 8 {OFTEN}"
     for first, found in ((6, "4"), (7, "6")):
         assert start(tmp_path, 1, words, 0, "training", first).codes(LIMIT) == [-signal.SIGKILL]
         (tmp_path / "out.0").unlink()

@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.end_to_end.training.runs import (
     Interfering,
     flags,
     rows,
+    same,
     status,
+    tensors,
 )
 from tests.programs import ROOT
 
@@ -142,3 +146,42 @@ def test_fp16_that_overflows_at_the_smallest_scale_ends_the_run(
     # What the message says instead:
     assert run("--fp16", *scale, "--train-iters", 4, "--skip-non-finite-iterations", 2) == 0
     assert [row["nan"] for row in rows()[2:]] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("stop", ["signal", "stop file"])
+def test_a_stop_while_a_save_is_under_way_loses_nothing(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    """Both saves, that under way and that of the stop, are whole; the run goes on bit for bit."""
+    saving = ("--save-interval", 1, "--async-save", "--micro-batch-size", 4, "--load")
+    assert run("--train-iters", 5, "--save", "straight", *saving, "straight") == 0
+    expected = [same(row) for row in rows()]
+    Path("metrics.jsonl").unlink()
+    write, under_way = os.pwrite, list[bool]()
+
+    def slow(descriptor: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.02)
+        return write(descriptor, data, offset)
+
+    def act() -> None:
+        under_way.append(Path("save/iter_0000002.partial").exists())
+        if stop == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            Path("save/stop").touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", slow)
+        Interfering(patch, 3, act)
+        words = ("--train-iters", 5, "--save", "save", *saving, "save", "--exit-signal-handler")
+        assert run(*words) == 0
+    assert under_way == [True]
+    assert (status()["reason"], status()["iteration"]) == (stop, 3)
+    for iteration in (1, 2, 3):
+        with Checkpoint(Path(f"save/iter_{iteration:07d}")) as checkpoint:
+            assert checkpoint.damages() == []
+    assert run("--train-iters", 5, "--save", "save", *saving, "save") == 0
+    assert [same(row) for row in rows()] == expected
+    ours, theirs = tensors("save/iter_0000005"), tensors("straight/iter_0000005")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
