@@ -20,18 +20,21 @@ from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.mappings import own_slice
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import expert_bias
-from megatron.core.transformer.moe.router import Router, biased_routers
+from megatron.core.transformer.moe.router import Router, update_expert_biases
 from tests.harness import Pool
 
 F64 = torch.float64
-SEQUENCE, SAMPLES, HIDDEN, EXPERTS, MICROBATCHES, RATE = 16, 2, 6, 8, 4, 0.25
+SEQUENCE, SAMPLES, HIDDEN, EXPERTS, MICROBATCHES = 16, 2, 6, 8, 4
 LOSSES = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
     "moe_aux_loss_coeff": (0.3, 0.2, 0.7),
     "moe_z_loss_coeff": 0.1,
 }
-SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.25,
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "softmax": {**LOSSES, "moe_router_topk": 3, "moe_input_jitter_eps": 0.3},
     "biased groups": {
@@ -70,7 +73,7 @@ LAYOUTS = {
         {"tensor_model_parallel_size": 3, "sequence_parallel": True, "context_parallel_size": 2},
     ),
 }
-SLOW = ("tp3 sp cp2",)
+SLOW = ("dp4", "tp4 sp", "tp3 sp cp2")
 
 
 def drawn(number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +144,7 @@ def routed(
     for axis in (mesh.dp_cp, *summed):
         comm.all_reduce(grad, axis)
         comm.all_reduce(found["counts"], axis)
-    expert_bias.update(biased_routers([router]), [mesh.dp_cp, *summed], RATE)
+    update_expert_biases([router])
     bias = router.expert_bias
     return {**found, "gradient": grad, "bias": None if bias is None else bias.detach()}
 

@@ -3,19 +3,20 @@
 import math
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.data_parallel import trainable
 from megatron.core.mesh import Mesh
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.moe import capacity, expert_bias, sinkhorn, statistics
 from megatron.core.transformer.moe.expert_bias import Tally
-from megatron.core.transformer.moe.router import biased_routers
+from megatron.core.transformer.moe.router import biased_routers, update_expert_biases
 from megatron.core.transformer.moe.sharers import Sharers
+from megatron.training.checkpoints import contents
 from tests.unit.test_router import (
     BIAS,
     EXPERTS,
@@ -125,22 +126,31 @@ def test_biases_move_towards_even_loads() -> None:
     router.eval()(tokens(5), Context(), SHAPE)  # an evaluation in between counts nothing
     mean = float(counts.double().mean())
     assert biased_routers([router, router_of()]) == [router]
-    expert_bias.update(biased_routers([router]), [], 0.25)
+    update_expert_biases([router])
     steps = ((router.expert_bias - before) / 0.25).round(decimals=9).tolist()
     assert steps == [math.copysign(1.0, mean - c) if c != mean else 0.0 for c in counts.tolist()]
     assert {1.0, -1.0} <= set(steps) and router.expert_bias.grad is None
     after = router.expert_bias.clone()
-    expert_bias.update([router], [], 0.25)  # nothing was counted since
+    update_expert_biases([router])  # nothing was counted since
     assert router.expert_bias.equal(after)
+
+
+def test_a_bias_is_stored_and_not_trained() -> None:
+    router = router_of(torch.bfloat16, **SIGMOID, **BIAS)
+    assert trainable([router]) == [[router.weight]]
+    stored = contents.items([router], None, Mesh.serial(), saving=True)
+    assert [item.key for item in stored] == ["model.weight", "model.expert_bias"]
+    (piece,) = stored[1].pieces
+    assert piece.tensor.equal(router.expert_bias) and piece.tensor.dtype == torch.float32
 
 
 def test_exactly_even_loads_leave_biases_alone() -> None:
     tally = Tally(3, torch.device("cpu"))
     tally.add(KEY, torch.tensor([2**40 + 1, 2**40, 2**40 - 1]))
     bias = torch.zeros(3)
-    expert_bias.update([SimpleNamespace(tally=tally, expert_bias=bias)], [], 1.0)
+    expert_bias.update([tally], [bias], [], 1.0)
     assert bias.tolist() == [-1.0, 0.0, 1.0]
-    expert_bias.update([], [], 1.0)
+    update_expert_biases([router_of()])  # without a bias nothing happens
 
 
 def test_an_iteration_that_was_left_out_is_forgotten() -> None:

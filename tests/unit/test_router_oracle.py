@@ -18,8 +18,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import expert_bias
-from megatron.core.transformer.moe.router import Router, biased_routers
+from megatron.core.transformer.moe.router import Router, update_expert_biases
 
 DATA = Path(__file__).parent.parent / "data" / "mcore_routers"
 F64 = torch.float64
@@ -129,5 +128,5 @@ def test_biases_are_those_of_megatron_core() -> None:
         scores_TK = torch.sigmoid(logits_TE).gather(1, routing.experts_TK)
         weights_TK = 2.5 * scores_TK / (scores_TK.sum(1, keepdim=True) + 1e-20)
         torch.testing.assert_close(routing.weights_TK.detach(), weights_TK)
-    expert_bias.update(biased_routers([router]), [], router.config.moe_router_bias_update_rate)
+    update_expert_biases([router])
     assert router.expert_bias.tolist() == pytest.approx(BIASES, rel=1e-6)

@@ -10,7 +10,6 @@ Shapes: L routers of this rank, E experts.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,34 +45,25 @@ class Tally:
         self.counts_E.zero_()
 
 
-class Biased(Protocol):
-    """A router with a bias."""
-
-    @property
-    def tally(self) -> Tally: ...
-
-    @property
-    def expert_bias(self) -> Tensor: ...
-
-
 @torch.no_grad()
-def update(routers: Sequence[Biased], axes: Sequence[Axis], rate: float) -> None:
+def update(
+    tallies: Sequence[Tally], biases: Sequence[Tensor], axes: Sequence[Axis], rate: float
+) -> None:
     """Move every bias towards even loads, and forget the counts.
 
     A collective of ranks that have the same routers.
 
     Args:
-        routers: of this rank, with biases in the model's order.
+        tallies: of each router of this rank, in the model's order.
+        biases: of the same, [E] each.
         axes: along which ranks saw different tokens: replicas and what shares a microbatch.
         rate: of a step.
     """
-    if not routers:
-        return
-    counts_LE = torch.stack([router.tally.counts_E for router in routers])
+    counts_LE = torch.stack([tally.counts_E for tally in tallies])
     for axis in axes:
         comm.all_reduce(counts_LE, axis)
     # Whole numbers, compared without a division.
     ahead_LE = counts_LE.sum(-1, keepdim=True) - counts_LE.shape[1] * counts_LE
-    for router, ahead_E in zip(routers, ahead_LE.sign().unbind(), strict=True):
-        router.expert_bias.add_(ahead_E.to(router.expert_bias.dtype), alpha=rate)
-        router.tally.clear()
+    for tally, bias_E, ahead_E in zip(tallies, biases, ahead_LE.sign().unbind(), strict=True):
+        bias_E.add_(ahead_E.to(bias_E.dtype), alpha=rate)
+        tally.clear()

@@ -32,7 +32,14 @@ from megatron.core.tensor_parallel.layers import linear, make_parameter
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init
-from megatron.core.transformer.moe import balance, capacity, noise, routing, sinkhorn
+from megatron.core.transformer.moe import (
+    balance,
+    capacity,
+    expert_bias,
+    noise,
+    routing,
+    sinkhorn,
+)
 from megatron.core.transformer.moe.expert_bias import Tally
 from megatron.core.transformer.moe.router_config import Z_LOSS
 from megatron.core.transformer.moe.routing import Routing
@@ -228,3 +235,19 @@ def biased_routers(chunks: Iterable[nn.Module]) -> list[Router]:
     """Return the routers of a rank's chunks that have a bias, in the model's order."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     return [m for m in modules if isinstance(m, Router) and m.expert_bias is not None]
+
+
+def update_expert_biases(chunks: Iterable[nn.Module]) -> None:
+    """Move the biases of all routers of this rank's chunks towards even loads.
+
+    To be called once per iteration, between the last backward and the optimizer's step: weights and
+    biases of one iteration belong together. A collective of the ranks with the same chunks; nothing
+    where no router has a bias.
+    """
+    routers = biased_routers(chunks)
+    if routers:
+        first = routers[0]
+        axes = (first.mesh.dp, *first.sharers.axes)
+        biases = [router.expert_bias for router in routers if router.expert_bias is not None]
+        tallies = [router.tally for router in routers]
+        expert_bias.update(tallies, biases, axes, first.config.moe_router_bias_update_rate)
