@@ -7,13 +7,18 @@ full.
 import errno
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
+import pretrain_gpt
+from megatron.core.dist_checkpointing import background
 from megatron.core.dist_checkpointing.format import read_index
+from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.dist_checkpointing.staging import HostBuffer, Staged
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.utils import silent
@@ -31,6 +36,8 @@ RUN = (
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 4 --eval-iters 1 "
     "--log-interval 1 --num-workers 0 --bf16 --device cpu --save save --save-interval 1"
 )
+LATE = 0.5
+"""Seconds: several times what an iteration takes here."""
 PP2 = "--pipeline-model-parallel-size 2"
 SCALED = "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
 LAYOUTS = {
@@ -42,11 +49,27 @@ LAYOUTS = {
 }
 
 
-def saved(pool: Pool, layout: str, folder: Path, *more: str) -> tuple[dict[int, str], str]:
+def main(words: list[str]) -> int:
+    """Train where copies for a save are made long after the next update would be due."""
+    stage_now = background.stage
+
+    def stage_late(items: Iterable[Item], buffer: HostBuffer | None = None) -> Staged:
+        if buffer is not None:
+            time.sleep(LATE)
+        return stage_now(items, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "stage", stage_late)
+        return pretrain_gpt.main(words)
+
+
+def saved(
+    pool: Pool, layout: str, folder: Path, *more: str, program: str = "pretrain_gpt"
+) -> tuple[dict[int, str], str]:
     """Run on a layout; return the hash of each iteration's checkpoint, and what rank 0 printed."""
     folder.mkdir()
     world, words = LAYOUTS[layout]
-    ended = launch(pool, world, "pretrain_gpt", *RUN.split(), *words.split(), *more, folder=folder)
+    ended = launch(pool, world, program, *RUN.split(), *words.split(), *more, folder=folder)
     assert [one.code for one in ended] == [0] * world
     assert (folder / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
     hashes = {
@@ -66,8 +89,9 @@ def saved(pool: Pool, layout: str, folder: Path, *more: str) -> tuple[dict[int, 
     ],
 )
 def test_beside_training_the_same_is_stored(pool: Pool, tmp_path: Path, layout: str) -> None:
+    """Copies are slow, so that they hold what the next update makes unless it waits for them."""
     at_once, _ = saved(pool, layout, tmp_path / "at_once")
-    beside, printed = saved(pool, layout, tmp_path / "beside", "--async-save")
+    beside, printed = saved(pool, layout, tmp_path / "beside", "--async-save", program=__name__)
     assert beside == at_once and len(set(at_once.values())) == 4
     assert printed.count("the checkpoint is written meanwhile") == 3  # the last one is waited for
     assert printed.count("of which training waited") == 3
