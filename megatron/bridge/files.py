@@ -152,6 +152,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise ValueError(f"it has {size} bytes")
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, LONGEST_HEADER):
                 raise ValueError(f"its header would have {length} bytes, the file has {size}")
@@ -164,7 +166,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         }
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is no whole safetensors file: {error}") from None
     held = sum(tensor.bytes_of(tensor.boxes[0]) for tensor in found.values())
     if held != data:
@@ -216,7 +218,12 @@ def _load(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError:  # torch's words say how to read it unsafely
+        raise UserError(
+            f"{path} is no file of tensors that can be read safely: it is damaged, or names "
+            "something else than tensors"
+        ) from None
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
         first = str(error).strip().split("\n")[0]
         raise UserError(f"{path} is no file of tensors that can be read safely: {first}") from None
     if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):

@@ -30,6 +30,7 @@ from megatron.core.utils import UserError
 FAMILIES: Sequence[Family] = (GPT2(), Llama())
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that pass through a conversion and back."""
+WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def our_tensors(config: TransformerConfig, rows: int) -> dict[str, tuple[int, ...]]:
@@ -65,6 +66,7 @@ class Import:
         self._weights: Weights = open_weights(folder)
         try:
             self._stored = self._names(folder)
+            self._check_dtypes(folder)
             self._plan = Plan(
                 self.family.copies(self.config, self.rows),
                 {name: self._weights.tensors[there] for name, there in self._stored.items()},
@@ -115,6 +117,20 @@ class Import:
             self._check_tied(found[family.head], found[family.token_vectors], folder)
             del found[family.head]
         return found
+
+    def _check_dtypes(self, folder: Path) -> None:
+        """Refuse numbers that are no weights by themselves, such as quantized ones."""
+        strange = [
+            f"{name} ({self._weights.tensors[name].dtype})"
+            for name in self._stored.values()
+            if self._weights.tensors[name].dtype not in WEIGHT_DTYPES
+        ]
+        if strange:
+            raise UserError(
+                f"{len(strange)} tensor(s) of {folder} are not of {', '.join(WEIGHT_DTYPES)}, as "
+                f"weights are: {', '.join(strange[:3])}{' ...' if len(strange) > 3 else ''}; "
+                "quantized weights cannot be converted"
+            )
 
     def _check_tied(self, head: str, embedding: str, folder: Path) -> None:
         """Refuse a head that a tied model would lose."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.reader import Checkpoint
@@ -167,3 +167,97 @@ def test_a_folder_of_theirs_is_looked_into_like_a_checkpoint(
     (cut / "model.safetensors").write_bytes(data[:-4])
     assert tool("verify", cut) == 1
     assert tool("diff", theirs, write_llama(tmp_path / "same", bos_token_id=1)) == 0
+
+
+# damage
+
+
+def _shards(folder: Path) -> dict[str, str]:
+    """Take the weights apart into two files and an index; return what lies where."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, where = sorted(tensors), dict[str, str]()
+    for number, part in enumerate((names[:9], names[9:])):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        where |= dict.fromkeys(part, file)
+    _list(folder, where)
+    return where
+
+
+def _list(folder: Path, where: object) -> None:
+    text = json.dumps({"weight_map": where})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _cut_the_end(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _cut_the_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def _lose_a_shard(folder: Path) -> None:
+    (folder / _shards(folder)["model.norm.weight"]).unlink()
+
+
+def _list_what_is_nowhere(folder: Path) -> None:
+    where = _shards(folder)
+    _list(folder, {**where, "model.extra.weight": where["model.norm.weight"]})
+
+
+def _list_it_elsewhere(folder: Path) -> None:
+    where = _shards(folder)
+    _list(folder, {**where, "model.embed_tokens.weight": where["model.norm.weight"]})
+
+
+def _list_outside(folder: Path) -> None:
+    _list(folder, {**_shards(folder), "model.norm.weight": "../other.safetensors"})
+
+
+def _quantize(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, path)
+
+
+def _cut_the_settings(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text()[:40])
+
+
+def _no_text(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut_the_end, "is no whole safetensors file: .* would lie from byte"),
+        (_cut_the_header, "is no whole safetensors file: its header would have"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "file: it has 0 bytes"),
+        (lambda f: (f / "model.safetensors").unlink(), "has none of model.safetensors, "),
+        (_lose_a_shard, "of-00002.safetensors is missing"),
+        (_list_what_is_nowhere, "not what its index says: it lacks model.extra.weight"),
+        (_list_it_elsewhere, "not what its index says: it lacks model.embed_tokens.weight"),
+        (_list_outside, "names a file outside of its folder"),
+        (lambda f: (_shards(f), _list(f, [])), "index.json has no weight_map"),
+        (_quantize, r"1 tensor\(s\) of .* model.norm.weight \(int8\); quantized"),
+        (lambda f: (f / "config.json").unlink(), "holds no checkpoint"),
+        (_cut_the_settings, "config.json cannot be read"),
+        (_no_text, "config.json cannot be read"),
+        (lambda f: (f / "config.json").write_text("[1]"), "config.json holds no object"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_anything_is_written(
+    damage: Callable[[Path], object], message: str, tmp_path: Path, tool: Tool
+) -> None:
+    folder = write_llama(tmp_path / "theirs")
+    damage(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        tool("convert", "--load", folder, "--save", tmp_path / "save", *NULL)
+    assert "\n" not in str(caught.value) and not (tmp_path / "save").exists()
