@@ -13,7 +13,7 @@ through sockets of their own.
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -184,6 +184,32 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     _count(axis, "all_to_all", x)
     out = x.new_empty(x.shape)
     dist.all_to_all_single(out, x, group=axis.group)
+    return out
+
+
+def exchange(
+    x: Tensor,
+    axis: Axis,
+    sent: Sequence[int],
+    received: Sequence[int],
+    *,
+    counted: Literal["sent", "received"] = "sent",
+) -> Tensor:
+    """Send ``sent[i]`` rows of ``x`` to coordinate i; return what came, in coordinate order.
+
+    Args:
+        x: rows for coordinate 0, then those for 1, and so on.
+        axis: who exchanges.
+        sent: rows for each coordinate; may be 0, and differ between ranks.
+        received: rows from each, which the others know as theirs to this rank.
+        counted: which end's bytes are the payload: the one that does not depend on the data.
+    """
+    if axis.size == 1:
+        return x
+    assert sum(sent) == x.shape[0], f"{x.shape[0]} rows, {list(sent)} to be sent"
+    out = x.new_empty(sum(received), *x.shape[1:])
+    _count(axis, "all_to_all", x if counted == "sent" else out)
+    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=axis.group)
     return out
 
 

@@ -257,6 +257,7 @@ def divisions(
         "ends": Division(dense, ("pp",), ends),
         "etp": Division(expert, ("etp",)),
         "ep": Division(expert, ("ep",)),
+        "etp_ep": Division(expert, ("etp", "ep")),
         "edp": Division(expert, ("edp_inner", "edp")),
     }
 

@@ -21,6 +21,7 @@ TURNS = (
     ("cp", "cp_inner", "cp_outer"),
     ("dp", "dp_cp", "edp", "dp_inner", "dp_outer"),
     ("pp", "ends"),
+    ("ep", "etp_ep"),
 )
 """Axes that take turns: where the ranks of two in a line are the same, one process group serves
 both. What is started on a group runs in that order, so work that shall run beside other work needs
@@ -94,6 +95,8 @@ class Mesh:
     """Ranks that share each expert's matrices."""
     ep: Axis
     """Ranks among which a layer's experts are spread."""
+    etp_ep: Axis
+    """Ranks that hold all experts of a layer together, and among which its tokens travel."""
     edp: Axis
     """Replicas of the experts."""
     dp_cp: Axis

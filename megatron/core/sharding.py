@@ -77,6 +77,9 @@ class Sharding:
     """Input embedding or output head: the decoupled learning rate applies."""
     tied: bool = False
     """A second copy of the logical tensor lives on another pipeline stage."""
+    expert: bool = False
+    """Its replicas are those of experts (axis ``edp``), not those of the dense layers (``dp_cp``):
+    it has seen the tokens of all ranks along ``ep`` and ``etp`` already."""
 
     def owned(self, coordinates: Mapping[str, int]) -> tuple[Region, ...]:
         """Return the regions whose elements the rank at ``coordinates`` owns.

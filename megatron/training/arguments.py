@@ -162,7 +162,7 @@ def parse(
     full = _origins(flat, origins, derived)
     if not plans:
         rules.check_built(config)
-    rules.check(config, full, parsed.applied.left_out)
+    rules.check(config, full)
     config, mapped = device_choices.map_to_cpu(config, full)
     notes, warnings = idle.without_effect(config, full), rules.warnings(config, full)
     run = ParsedRun(

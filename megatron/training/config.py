@@ -74,6 +74,11 @@ class RunConfig(Config):
         return self.replicas.shares(ranks)
 
     @property
+    def expert_shares(self) -> int:
+        """Return into how many shares the replicas of experts divide what they share out."""
+        return self.axis_sizes["edp"] if self.shares > 1 else 1
+
+    @property
     def shared_by_torch(self) -> bool:
         """Return whether it is torch's ``fully_shard`` that shares weights out."""
         return self.replicas.use_torch_fsdp2 and self.shares > 1

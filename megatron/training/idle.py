@@ -61,8 +61,10 @@ def _idle(config: RunConfig) -> dict[str, str]:
     idle |= _idle_saving(config) | _idle_fusions(config)
     if not config.model.mtp.depths:
         idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"
-    # No layer of this version has experts.
-    idle |= dict.fromkeys(config.model.router.flatten(), "no --num-experts")
+    if config.model.moe.num_experts is None:
+        moe, router = config.model.moe.flatten(), config.model.router.flatten()
+        idle |= dict.fromkeys((*moe, *router), "no --num-experts")
+        del idle["num_experts"]
     idle |= _idle_schedule(config) | _idle_rules(config)
     if not config.training.exit_signal_handler:
         idle["exit_signal"] = "no --exit-signal-handler"

@@ -13,7 +13,9 @@ def _idle_axes(config: RunConfig) -> dict[str, str]:
     parallel, context = config.parallel, config.context
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp, dp = parallel.context_parallel_size, config.data_parallel_size
-    idle: dict[str, str] = {"expert_tensor_parallel_size": "the model is dense"}
+    idle: dict[str, str] = {}
+    if config.model.moe.num_experts is None:
+        idle["expert_tensor_parallel_size"] = "the model is dense"
     if tp == 1:
         why = f"{size_flag('tensor')} is 1"
         idle |= dict.fromkeys(("sequence_parallel", "tp_comm_overlap"), why)

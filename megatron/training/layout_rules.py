@@ -91,6 +91,38 @@ def check_tensor_widths(model: TransformerConfig, tp: int, origin: str) -> None:
         )
 
 
+def experts_divide_over_their_ranks(config: RunConfig, origins: Origins) -> None:
+    """Every rank along EP gets equally many experts, and along ETP an equal share of each."""
+    parallel, moe = config.parallel, config.model.moe
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if moe.num_experts is None:
+        if ep > 1:
+            raise UserError(
+                f"--expert-model-parallel-size ({ep}) spreads experts, but the model is dense; "
+                "remove it, or give --num-experts"
+            )
+        return
+    if moe.num_experts % ep:
+        raise UserError(
+            f"--num-experts ({moe.num_experts}) is not divisible by --expert-model-parallel-size "
+            f"({ep}); try --expert-model-parallel-size {nearest_of(divisors(moe.num_experts), ep)}"
+        )
+    width = moe.moe_ffn_hidden_size
+    if width % etp:
+        origin, other = origins["moe_ffn_hidden_size"], origins["expert_tensor_parallel_size"]
+        raise UserError(
+            f"--moe-ffn-hidden-size ({width}, {origin}) is not divisible by "
+            f"--expert-tensor-parallel-size ({etp}, {other}); try --moe-ffn-hidden-size "
+            f"{nearest_multiples(width, etp)}, or --expert-tensor-parallel-size 1"
+        )
+    shared, tp = moe.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
+    if shared is not None and shared % tp:
+        raise UserError(
+            f"--moe-shared-expert-intermediate-size ({shared}) is not divisible by "
+            f"--tensor-model-parallel-size ({tp}); try {nearest_multiples(shared, tp)}"
+        )
+
+
 def vocabulary_divides_over_tensor_ranks(config: RunConfig, origins: Origins) -> None:
     """Rows that are not padded must divide as they are."""
     tp, tokenizer = config.parallel.tensor_model_parallel_size, config.tokenizer
@@ -108,9 +140,11 @@ def pipeline_holds_the_layers(config: RunConfig, origins: Origins) -> None:
 
 
 def sequence_divides(config: RunConfig, origins: Origins) -> None:
-    """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism."""
+    """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism or experts."""
     parallel = config.parallel
-    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    # Routers of experts have a share of the positions each, with or without sequence parallelism.
+    cuts = parallel.sequence_parallel or config.model.moe.num_experts is not None
+    tp = parallel.tensor_model_parallel_size if cuts else 1
     check_sequence(config.data.seq_length, parallel.context_parallel_size, tp)
 
 
@@ -124,16 +158,6 @@ def context_can_communicate(config: RunConfig, origins: Origins) -> None:
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
             context.hierarchical_context_parallel_sizes,
-        )
-
-
-def experts_need_an_expert_model(config: RunConfig, origins: Origins) -> None:
-    """Expert parallelism spreads experts, of which a dense model has none."""
-    size = config.parallel.expert_model_parallel_size
-    if size > 1:
-        raise UserError(
-            f"--expert-model-parallel-size ({size}) spreads experts, but the model is dense; "
-            "remove it"
         )
 
 
@@ -167,7 +191,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     vocabulary_divides_over_tensor_ranks,
     pipeline_holds_the_layers,
     schedule_goes_with_the_stages,
-    experts_need_an_expert_model,
+    experts_divide_over_their_ranks,
     sequence_divides,
     context_can_communicate,
     torch_shards_whole_models,

@@ -116,16 +116,20 @@ def torch_keeps_one_dtype(config: RunConfig, origins: Origins) -> None:
 
 def saved_experts_exist(config: RunConfig, origins: Origins) -> None:
     """Parts of experts are recomputed or offloaded where there are experts."""
-    recompute, offload = config.model.recompute, config.model.offload
+    recompute, offload, moe = config.model.recompute, config.model.offload, config.model.moe
     for name, modules, experts in (
         ("recompute_modules", recompute.modules, recompute_config.EXPERT_MODULES),
         ("offload_modules", offload.modules, offload_config.EXPERT_MODULES),
     ):
-        found = [module for module in modules if module in experts]
-        if found:
+        found, why = [module for module in modules if module in experts], "the model is dense"
+        if moe.num_experts is not None:
+            found, why = (
+                [module for module in found if module == "shared_experts"],
+                "none is shared",
+            )
+        if found and moe.moe_shared_expert_intermediate_size is None:
             raise UserError(
-                f"{flag(name)} {as_words(found)}: parts of experts, but the model is dense; "
-                "leave them out"
+                f"{flag(name)} {as_words(found)}: parts of experts, but {why}; leave them out"
             )
 
 

@@ -59,8 +59,48 @@ def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def experts_are_shared_out_by_us(config: RunConfig, origins: Origins) -> None:
+    """What replicas of experts share out is not for torch, nor in several instances."""
+    if config.model.moe.num_experts is None:
+        return
+    if config.replicas.use_torch_fsdp2:
+        raise UserError(
+            "--use-torch-fsdp2 knows one set of replicas, and experts (--num-experts "
+            f"{config.model.moe.num_experts}) have their own; use --use-megatron-fsdp"
+        )
+    instances = config.replicas.num_distributed_optimizer_instances
+    if instances > 1:
+        raise UserError(
+            f"--num-distributed-optimizer-instances ({instances}) does not go with experts yet "
+            f"(--num-experts {config.model.moe.num_experts}); leave it at 1"
+        )
+    if "muon" in config.optimizer.rules:
+        raise UserError(
+            "--optimizer muon does not update matrices of experts yet (--num-experts "
+            f"{config.model.moe.num_experts}); use --optimizer adam"
+        )
+
+
+def routers_do_what_is_built(config: RunConfig, origins: Origins) -> None:
+    """Of what routers can do, a run does not use all yet."""
+    router = config.model.router
+    if config.model.moe.num_experts is None:
+        return
+    later = {
+        "--moe-aux-loss-coeff or --moe-z-loss-coeff": bool(router.loss_weights),
+        "--moe-router-enable-expert-bias": router.moe_router_enable_expert_bias,
+        "--moe-n-hash-layers": router.moe_n_hash_layers > 0,
+        "--moe-pad-expert-input-to-capacity": router.moe_pad_expert_input_to_capacity,
+    }
+    for flag, given in later.items():
+        if given:
+            raise UserError(f"{flag} has no effect on training yet; leave it out")
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     heads_fill_the_hidden_size,
     rotated_channels_are_pairs,
     positions_reach_the_sequence,
+    experts_are_shared_out_by_us,
+    routers_do_what_is_built,
 )

@@ -118,9 +118,9 @@ class ReplicaCheck:
 
 def _copies(parameter: nn.Parameter) -> list[_Copy]:
     record = sharding.of(parameter)
-    tied = ("ends",) if record.tied else ()
+    tied, replicas = ("ends",) if record.tied else (), "edp" if record.expert else "dp_cp"
     return [
-        _Copy((record.name, region.logical), ("dp_cp", *region.replicated, *tied))
+        _Copy((record.name, region.logical), (replicas, *region.replicated, *tied))
         for region in record.regions
     ]
 

@@ -5,39 +5,31 @@ values and what to change. A rule looks only at the features it is about. `check
 hold for every run and for a dry run; `check_built` those of a run that is to start.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.utils import UserError
 from megatron.training.batch_rules import BATCH_RULES, batch_divides
 from megatron.training.config import RunConfig
-from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule, experts_need_an_expert_model
-from megatron.training.memory_rules import MEMORY_RULES, saved_experts_exist
+from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule
+from megatron.training.memory_rules import MEMORY_RULES
 from megatron.training.model_rules import MODEL_RULES
 from megatron.training.nearest_layout import nearest_layouts
 from megatron.training.processes.group_settings import group_settings
 from megatron.training.wording import flag, listed
 
-EXPERTS = ("--num-experts", "--moe-num-experts")
-"""Flags that ask for experts, which a dry run leaves out."""
 
-
-def check(config: RunConfig, origins: Origins, left_out: Sequence[str] = ()) -> None:
+def check(config: RunConfig, origins: Origins) -> None:
     """Apply every rule that needs no device and no data.
 
     Args:
         config: the run.
         origins: where each value comes from.
-        left_out: flags that a dry run leaves out of its plan.
 
     Raises:
         UserError: the first rule that the run breaks.
     """
-    has_experts = any(text.split()[0] in EXPERTS for text in left_out)
     for rule in RULES:
-        if has_experts and rule in (experts_need_an_expert_model, saved_experts_exist):
-            continue
         try:
             rule(config, origins)
         except UserError as error:

@@ -59,6 +59,10 @@ MODELS = [
     f"{LATENT} --q-lora-rank 24 --qk-layernorm --normalization RMSNorm",
     f"{LATENT} --reset-position-ids --bf16",
     f"{LATENT} --attention-backend unfused",
+    "--num-experts 4",
+    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --bf16 --swiglu",
+    "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 48 --geglu --fp64 "
+    "--moe-shared-expert-gate --normalization RMSNorm",
 ]
 WITHIN = 0.001
 

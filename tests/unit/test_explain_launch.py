@@ -25,8 +25,8 @@ def test_a_launch_that_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verdicts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
-        "--use-flash-attn --DDP-impl local --fp8-format hybrid --num-experts 8 --no-such-flag 3 "
-        "--zero-stage 0"
+        "--use-flash-attn --DDP-impl local --fp8-format hybrid --mlp-type residual "
+        "--no-such-flag 3 --zero-stage 0"
     )
     code, text = explain(capsys, "--", *f"python pretrain_gpt.py {BASE} {flags}".split())
     assert code == 1
@@ -35,8 +35,8 @@ def test_verdicts_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert "renamed (1):\n  --use-flash-attn\n      -> --attention-backend flash" in text
     assert "there is one implementation of data parallelism" in text
     assert "--zero-stage 0\n      asks for nothing" in text
-    assert "left out of this plan: --num-experts 8 (every layer is counted as dense)" in text
-    assert "a run would stop at --fp8-format, --num-experts, --no-such-flag" in text
+    assert "left out of this plan: --mlp-type residual (every layer is counted as dense)" in text
+    assert "a run would stop at --fp8-format, --mlp-type, --no-such-flag" in text
 
 
 def test_a_value_that_is_not_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

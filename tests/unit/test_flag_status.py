@@ -246,11 +246,11 @@ def test_one_way_to_cut_a_sequence() -> None:
 def test_all_refused_flags_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
         run(
-            "--fp8-format hybrid --num-experts 8 --zero-stage 1 --deepspeed "
+            "--fp8-format hybrid --mlp-type residual --zero-stage 1 --deepspeed "
             "--deepspeed_config ds.json"
         )
     message = str(caught.value)
-    for part in ("use --bf16", "--num-experts 8", "--use-distributed-optimizer", "DeepSpeed"):
+    for part in ("use --bf16", "--mlp-type residual", "--use-distributed-optimizer", "DeepSpeed"):
         assert part in message
 
 

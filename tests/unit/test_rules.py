@@ -48,16 +48,17 @@ def test_env_06_the_dense_product_too() -> None:
 
 def test_env_07_a_dense_model_needs_no_sequence_parallelism() -> None:
     plan("--dry-run-world-size 2 --tensor-model-parallel-size 2")
-    layout = "--dry-run-world-size 2 --tensor-model-parallel-size 2 --num-experts 4"
-    (note,) = plan(layout).left_out
-    assert note == "--num-experts 4 (every layer is counted as dense)"
+    # Nor does one with experts here, whose tokens are cut over the ranks for them alone.
+    plan("--dry-run-world-size 2 --tensor-model-parallel-size 2 --num-experts 4")
 
 
 def test_expert_parallelism_needs_experts() -> None:
     layout = "--dry-run-world-size 2 --expert-model-parallel-size 2"
     assert "dense" in refused(layout)
-    # A plan that leaves out the experts still checks that their layout fills the processes.
-    assert plan(f"{layout} --num-experts 4").left_out
+    plan(f"{layout} --num-experts 4")
+    assert "try --expert-model-parallel-size 1" in refused(f"{layout} --num-experts 3")
+    tensors = "--expert-tensor-parallel-size 2 --dry-run-world-size 2 --num-experts 4"
+    assert "or --expert-tensor-parallel-size 1" in refused(f"{tensors} --moe-ffn-hidden-size 9")
     assert "2 processes" in refused(
         "--dry-run-world-size 2 --expert-model-parallel-size 4 --num-experts 4"
     )

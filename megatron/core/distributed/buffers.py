@@ -157,6 +157,7 @@ def build_buffers(
     *,
     group_of: GroupOf,
     shares: Shares,
+    expert_shares: Shares | None = None,
     bucket_size: int | None = None,
     apart: frozenset[int] = frozenset(),
     fill: Fill | None = None,
@@ -166,20 +167,27 @@ def build_buffers(
     Values are kept; ``fill`` draws those of parameters without memory. A tied parameter gets a
     buffer of its own, since its gradient is summed with that of its twin on another stage; so do
     those whose ids are in ``apart``. Where gradients are shared out, each unit of the model has
-    buffers of its own.
+    buffers of its own. Buffers of experts, who have replicas of their own, come last.
     """
     everyone = list(parameters)
-    items = []
-    for parameter in everyone:
-        record = sharding.of(parameter)
-        alone = record.tied or id(parameter) in apart
-        key = (
-            parameter.dtype,
-            summed_axes(record),
-            record.name if alone else "",
-            layout.unit_of(record.name) if shares.gradients else "",
-        )
-        items.append(Item(record.name, parameter.numel(), key, group_of(record)))
-    # Buckets divide over all replicas, whatever is shared out.
-    plans = layout.plan_buffers(items, shares.replicas, bucket_size, shares=shares.axis.size)
-    return [FlatBuffer(plan, everyone, grad_dtype, shares, fill) for plan in plans]
+    found = []
+    for experts, shared in ((False, shares), (True, expert_shares)):
+        mine = [p for p in everyone if sharding.of(p).expert == experts]
+        if not mine:
+            continue
+        assert shared is not None, "experts, and nobody said what their replicas share out"
+        items = []
+        for parameter in mine:
+            record = sharding.of(parameter)
+            alone = record.tied or id(parameter) in apart
+            key = (
+                parameter.dtype,
+                summed_axes(record),
+                record.name if alone else "",
+                layout.unit_of(record.name) if shares.gradients else "",
+            )
+            items.append(Item(record.name, parameter.numel(), key, group_of(record)))
+        # Buckets divide over all replicas, whatever is shared out.
+        plans = layout.plan_buffers(items, shared.replicas, bucket_size, shares=shared.axis.size)
+        found += [FlatBuffer(plan, mine, grad_dtype, shared, fill) for plan in plans]
+    return found

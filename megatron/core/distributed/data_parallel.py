@@ -33,7 +33,7 @@ from megatron.core.distributed.gathering import WeightGather
 from megatron.core.distributed.pieces import Fill, GroupOf, Member
 from megatron.core.distributed.ranges import Range
 from megatron.core.distributed.reduction import Finish
-from megatron.core.distributed.replicas import shares_of
+from megatron.core.distributed.replicas import shares_of, shares_of_experts
 from megatron.core.distributed.units import find_units
 from megatron.core.mesh import Mesh
 
@@ -64,6 +64,7 @@ class DataParallel:
     ) -> None:
         config = config or DataParallelConfig.resolve()
         self.mesh, self.shares = mesh, shares_of(config, mesh)
+        self.expert_shares = shares_of_experts(config, mesh)
         self.buffers: list[FlatBuffer] = []
         modules = list(chunks)
         everything = {id(p): p for module in modules for p in module.parameters()}
@@ -80,6 +81,7 @@ class DataParallel:
                     grad_dtype,
                     group_of=group_of,
                     shares=self.shares,
+                    expert_shares=self.expert_shares,
                     bucket_size=config.bucket_size(numel, mesh.dp_cp.size),
                     apart=shared,
                     fill=fill,
@@ -88,7 +90,7 @@ class DataParallel:
             self.buffers += by_chunk[-1]
         reduce_dtype = reduce_dtype or grad_dtype
         self.divisor = reduction.divisor(self.shares, reduce_dtype)
-        overlaps = config.overlap_grad_reduce and mesh.dp_cp.size > 1
+        overlaps = config.overlap_grad_reduce and max(mesh.dp_cp.size, mesh.edp.size) > 1
         self._queues: list[_Queue] = []
         self._sharded: FullySharded | None = None
         self._gather: WeightGather | None = None
@@ -137,6 +139,7 @@ class DataParallel:
             buffer.check_gradients()
         for queue in self._queues:
             queue.flush()
+        reduction.even_out(self.buffers, self.divisor)
         reduction.sum_copies(self.buffers)
         finalize.sum_regions(self.buffers, self.mesh)
 

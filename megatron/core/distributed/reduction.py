@@ -29,6 +29,19 @@ def divisor(shares: Shares, dtype: torch.dtype) -> int:
     return shares.replicas if dtype == torch.float16 else 1
 
 
+def even_out(buffers: Iterable[FlatBuffer], divisor: int) -> None:
+    """Let the gradients of experts be divided by as much as those of all else.
+
+    Args:
+        buffers: whose gradients are summed over their own replicas, and divided by these.
+        divisor: of the dense layers' replicas; 1 where nothing was divided.
+    """
+    for buffer in buffers:
+        if divisor > 1 and buffer.shares.replicas != divisor:
+            for piece in buffer.grad_pieces:
+                piece.mul_(buffer.shares.replicas / divisor)
+
+
 def start(buffer: FlatBuffer, number: int, dtype: torch.dtype) -> Finish:
     """Start the sum of bucket ``number``, whose gradients travel in ``dtype``.
 

@@ -22,6 +22,7 @@ class Replicas(Protocol):
     """
 
     shares: Shares
+    expert_shares: Shares
     divisor: int
 
     @property
@@ -84,7 +85,17 @@ class Replicas(Protocol):
 
 
 def shares_of(config: DataParallelConfig, mesh: Mesh) -> Shares:
-    """Return what the replicas of a mesh share out."""
+    """Return what the replicas of a mesh share out of the dense layers."""
     if config.shares(mesh.dp_cp.size) == 1:  # nobody to share with
         return Shares("no_shard", mesh.alone, mesh.dp_cp)
     return Shares(config.data_parallel_sharding_strategy, mesh.dp_inner, mesh.dp_outer)
+
+
+def shares_of_experts(config: DataParallelConfig, mesh: Mesh) -> Shares:
+    """Return what the replicas of experts share out, if those of the dense layers share anything.
+
+    One replica has nobody to share with.
+    """
+    if shares_of(config, mesh).axis.size == 1 or mesh.edp.size == 1:
+        return Shares("no_shard", mesh.alone, mesh.edp)
+    return Shares(config.data_parallel_sharding_strategy, mesh.edp, mesh.alone)

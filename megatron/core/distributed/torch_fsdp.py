@@ -74,6 +74,7 @@ class TorchFsdp:
     ) -> None:
         (model,) = chunks
         self.mesh, self.shares = mesh, shares_of(config, mesh)
+        self.expert_shares = self.shares  # rules refuse experts
         self.divisor = reduction.divisor(self.shares, dtypes.reduced)
         axis, order = self.shares.axis, [sharding.of(p).name for p in model.parameters()]
         assert axis.group is not None, "replicas that share out are at least two"

@@ -20,6 +20,7 @@ from megatron.core.kernels import (
     cross_entropy,
     dropout,
     flash,
+    grouped,
     masked_softmax,
     norm,
     packages,
@@ -126,6 +127,10 @@ TABLE: dict[str, dict[str, Backend]] = {
         "transformer_engine": Backend(
             packages.cross_entropy_of_transformer_engine, packages.no_transformer_engine
         ),
+    },
+    "grouped_products": {
+        "torch": Backend(grouped.TORCH, grouped.torch_missing),
+        "reference": Backend(grouped.LOOP),
     },
     "adam": {
         "triton": in_triton("adam:adam"),

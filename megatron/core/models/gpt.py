@@ -142,7 +142,8 @@ class GPTModel(nn.Module):
             length = x_SBH.shape[0] * (self.mesh.tp.size if self.sequence_parallel else 1)
         rotary = self.rotary(length, position_ids_BS) if self.rotary else None
         queries = position_ids_BS if cache is not None else None
-        context = Context(rotary, packing, dropout, cache, queries)
+        tokens_SB = None if tokens_BS is None else tokens_BS.t()
+        context = Context(rotary, packing, dropout, cache, queries, tokens_SB=tokens_SB)
         with self.saving.forward(rotary or ()):
             return self._through(x_SBH, labels_BS, context, ahead)
 

@@ -192,10 +192,10 @@ class Optimizer:
                 for kind, pieces in kinds.items():
                     yield state_of(f"optimizer.{kind}", member, pieces[number][member.place])
 
-    @property
-    def copies(self) -> Axis:
-        """Return the ranks that hold the same states."""
-        return self.data_parallel.shares.copies
+    def copies(self, *, experts: bool) -> Axis:
+        """Return the ranks that hold the same states: of experts, or of all else."""
+        replicas = self.data_parallel
+        return (replicas.expert_shares if experts else replicas.shares).copies
 
     def weights(self) -> Iterator[StateTensor] | None:
         """Return this rank's share of the weights as views, if it holds no more; else None.

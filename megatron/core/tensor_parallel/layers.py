@@ -45,7 +45,12 @@ def postponing() -> Iterator[list[Callable[[], Any]]]:
         assert innermost is tasks
 
 
-def _postpone(weight: Tensor, task: functools.partial[Tensor | None]) -> None:
+def is_postponing() -> bool:
+    """Return whether somebody collects weight gradients."""
+    return bool(_postponed)
+
+
+def postpone(weight: Tensor, task: functools.partial[Tensor | None]) -> None:
     """Leave a weight's gradient to who collects, with the tensors that it takes."""
     assert weight.grad is not None, "a postponed gradient needs a buffer"
     _postponed[-1].append(task)
@@ -112,7 +117,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             task = functools.partial(_weight_gradient, weight_OI, grad_SBO, whole_SBI, x_SBI, axis)
             if _postponed:
-                _postpone(weight_OI, task)
+                postpone(weight_OI, task)
             else:
                 dw_OI = task()
         if bias_O is not None and ctx.needs_input_grad[2]:
@@ -140,7 +145,7 @@ class _RowScatter(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             task = functools.partial(_weight_gradient, weight_Oi, grad_SBO, x_SBi, x_SBi, axis)
             if _postponed:
-                _postpone(weight_Oi, task)
+                postpone(weight_Oi, task)
             else:
                 dw_Oi = task()
         return dx_SBi, dw_Oi, None

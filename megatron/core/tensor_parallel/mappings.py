@@ -12,7 +12,8 @@ each collective becomes half of an all-reduce:
 
 (Shoeybi et al., 2019; Korthikanti et al., 2022.) The entry of a matrix product is part of
 `layers.linear`, whose weight gradient is computed while the collective of the input gradient runs;
-the entry of anything else, and the exit, are here.
+the entry of anything else, and the exit, are here. `cut` and `join` enclose work that ranks do
+for a share of the tokens each, where all of them hold all tokens around it.
 
 Shapes: S positions, this rank's share of them under sequence parallelism outside a region; B batch,
 H hidden size. A tensor without a suffix may have any shape.
@@ -76,6 +77,16 @@ def enter(x_SBH: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     if sequence_parallel:
         return _apply(x_SBH, axis, comm.all_gather, comm.reduce_scatter)
     return _apply(x_SBH, axis, unchanged, all_reduced)
+
+
+def cut(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's share along dim 0 of what every rank holds alike."""
+    return _apply(x, axis, own_slice, comm.all_gather)
+
+
+def join(x: Tensor, axis: Axis) -> Tensor:
+    """Return all ranks' shares along dim 0, of which every rank goes on alike."""
+    return _apply(x, axis, comm.all_gather, own_slice)
 
 
 def leave(x_SBH: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:

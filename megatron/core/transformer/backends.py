@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.core.kernels import table
 from megatron.core.kernels.attention import AttentionFunction
 from megatron.core.kernels.cross_entropy import Kernels
+from megatron.core.kernels.grouped import LOOP, GroupedProducts
 from megatron.core.kernels.norm import WIDEST_FUSED
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
@@ -26,6 +27,8 @@ class Backends:
     activation: Callable[..., Tensor]
     """The one of the model's feed-forward blocks."""
     bias_dropout_add: Callable[..., Tensor]
+    grouped_products: GroupedProducts
+    """Of experts."""
     cross_entropy: Kernels | Callable[..., Tensor]
     names: dict[str, str]
     """Op -> backend, for the start-up log."""
@@ -58,6 +61,7 @@ def choose_backends(
     activation = config.mlp.activation
     return Backends(
         activation=chosen.pop(activation),
+        grouped_products=chosen.pop("grouped_products", LOOP),
         **chosen,
         names=names,
         unfit={op: unfit.get(op, {}) for op in names},
@@ -92,6 +96,9 @@ def wanted_backends(config: TransformerConfig) -> dict[str, str]:
     act_fused = config.mlp.bias_gelu_fusion if activation.startswith("gelu") else True
     if config.mlp.is_gated:
         act_fused = fusion.bias_swiglu_fusion
+    experts = {}
+    if config.moe.num_experts is not None:
+        experts["grouped_products"] = "auto" if config.moe.moe_grouped_gemm else "reference"
     return {
         "attention": table.attention_backend(
             config.attention_backend, fusion.masked_softmax_fusion
@@ -102,6 +109,7 @@ def wanted_backends(config: TransformerConfig) -> dict[str, str]:
         activation: general(activation, act_fused),
         "bias_dropout_add": general("bias_dropout_add", fusion.bias_dropout_fusion, "torch"),
         "cross_entropy": _cross_entropy(config),
+        **experts,
     }
 
 

@@ -1,6 +1,5 @@
 """What a transformer is made of; every choice that changes the function it computes."""
 
-import ast
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,15 +13,15 @@ from megatron.core.config import (
     option,
 )
 from megatron.core.transformer.fusion_config import FusionConfig
+from megatron.core.transformer.layer_pattern import MOST_LAYERS, parse_pattern
 from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.moe.config import MoEConfig
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.mtp_config import MTPConfig
 from megatron.core.transformer.offload_config import OffloadConfig, check_offload
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError, divisors
 
-MOST_LAYERS = 10_000
-"""Of a model, and of a layer pattern."""
 WIDEST = 2**31 - 1
 """Most channels or heads, as many as 32-bit numbers of a kernel count."""
 WIDEST_STREAM = WIDEST // 8
@@ -37,49 +36,6 @@ def parse_window(text: str) -> tuple[int, int] | None:
     except ValueError:
         raise UserError(f"--window-size is LEFT,RIGHT such as 128,0; not {text!r}") from None
     return left, right
-
-
-def parse_pattern(text: str) -> int | tuple[int, ...]:
-    """Return a frequency, or one number per layer from an expression such as ``([0]*3+[1]*2)*4``.
-
-    Only integers, lists, ``+`` and ``*`` are understood; nothing is evaluated as code.
-    """
-    try:
-        value = _pattern(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise UserError(
-            f"a layer pattern is a number or lists such as ([0]*3+[1]*58); not {text!r}"
-        ) from None
-    return value if isinstance(value, int) else tuple(value)
-
-
-def _pattern(node: ast.expr) -> int | list[int]:
-    """Return the value of a part of a pattern."""
-    match node:
-        case ast.Constant(value=bool()):
-            pass
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
-            return -number
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            values = [_pattern(item) for item in items]
-            if all(isinstance(value, int) for value in values):
-                return [value for value in values if isinstance(value, int)]
-        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as sign, right=right):
-            return _combined(_pattern(left), isinstance(sign, ast.Add), _pattern(right))
-    raise ValueError(ast.dump(node))
-
-
-def _combined(a: int | list[int], adds: bool, b: int | list[int]) -> list[int]:
-    if adds and isinstance(a, list) and isinstance(b, list):
-        return a + b
-    items, count = (a, b) if isinstance(a, list) else (b, a)
-    if adds or not isinstance(items, list) or not isinstance(count, int):
-        raise ValueError("lists are added to lists and repeated by numbers")
-    if len(items) * count > MOST_LAYERS:
-        raise ValueError("too long")
-    return items * count
 
 
 class PositionConfig(Config):
@@ -388,6 +344,7 @@ class TransformerConfig(Config):
     mla: MLAConfig
     mtp: MTPConfig
     mlp: MLPConfig
+    moe: MoEConfig
     router: RouterConfig
     norm: NormConfig
     position: PositionConfig
@@ -455,7 +412,13 @@ class TransformerConfig(Config):
             raise UserError(
                 "--recompute-modules mla_up_proj is for --multi-latent-attention; drop it"
             )
+        self._check_experts()
         check_offload(self.offload, self.recompute, self.num_layers)
+
+    def _check_experts(self) -> None:
+        self.moe.check_layers(self.num_layers)
+        if self.moe.num_experts is not None:
+            self.router.check_experts(self.moe.num_experts)
 
     def _check_latent_attention(self) -> None:
         excluded = {

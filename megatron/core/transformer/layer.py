@@ -18,6 +18,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.plan import BlockKind, LayerPlan
 from megatron.core.transformer.saving import Lender, Runner, Saving
@@ -62,6 +63,16 @@ def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
             sequence_parallel=around.sequence_parallel,
             context_kind=around.context_kinds[layer if len(around.context_kinds) > 1 else 0],
         )
+    if kind == "moe":
+        return MoELayer(
+            around.config,
+            layer,
+            around.mesh,
+            around.dtype,
+            around.backends,
+            around.saving,
+            sequence_parallel=around.sequence_parallel,
+        )
     assert kind == "mlp", kind
     return MLP(
         around.config,
@@ -84,8 +95,10 @@ def build_norm(around: Surroundings) -> Norm:
     )
 
 
-def last_linear(kind: BlockKind, block: nn.Module) -> RowParallelLinear:
-    """Return the layer that gives a block's output."""
+def last_linear(kind: BlockKind, block: nn.Module) -> RowParallelLinear | None:
+    """Return the layer that gives a block's output, if it is one layer."""
+    if kind == "moe":
+        return None
     found = block.linear_fc2 if kind == "mlp" else block.linear_proj
     assert isinstance(found, RowParallelLinear)
     return found
@@ -94,15 +107,17 @@ def last_linear(kind: BlockKind, block: nn.Module) -> RowParallelLinear:
 class Residual:
     """``x + dropout(y)``: the rule by which a block's output joins the stream, in its dtype.
 
-    Where that is one kernel, it also adds the bias of the block's ``last`` layer.
+    Where that is one kernel, it also adds the bias of the block's ``last`` layer, where there is
+    one that gives the output.
     """
 
     def __init__(
-        self, place: str, probability: float, last: RowParallelLinear, around: Surroundings
+        self, place: str, probability: float, last: RowParallelLinear | None, around: Surroundings
     ) -> None:
         self.place, self.probability = place, probability
         self.add = around.backends.bias_dropout_add
-        last.adds_bias = not around.backends.fuses_residual_bias
+        if last is not None:
+            last.adds_bias = not around.backends.fuses_residual_bias
         # Asked for its bias each time: torch's fully_shard puts other parameters in place.
         self.last = last
         # With sequence parallelism each rank drops its own tokens; else all ranks drop alike.
@@ -112,7 +127,7 @@ class Residual:
         p, seed = 0.0, 0
         if self.probability and context.dropout is not None:
             p, seed = self.probability, context.dropout.at(self.place, *self.split)
-        bias_H = None if self.last.adds_bias else self.last.bias
+        bias_H = None if self.last is None or self.last.adds_bias else self.last.bias
         # The sum of an fp32 stream and a half is fp32.
         return self.add(y_SBH, bias_H, x_SBH, p, seed)
 
@@ -146,9 +161,10 @@ class _Sublayer:
         self, kind: BlockKind, norm: Norm, block: nn.Module, residual: Residual, saving: Saving
     ) -> None:
         self.norm, self.block, self.residual = norm, block, residual
-        moved = "mlp_norm" if kind == "mlp" else "attn_norm"
+        is_channel_block = kind in ("mlp", "moe")
+        moved = "mlp_norm" if is_channel_block else "attn_norm"
         self.lend: Lender = saving.lender(norm, recomputed="layernorm", offloaded=moved)
-        self.run: Runner = saving.runner(block, recomputed=kind if kind == "mlp" else None)
+        self.run: Runner = saving.runner(block, recomputed=kind if is_channel_block else None)
 
     def __call__(self, x_SBH: Tensor, context: Context) -> Tensor:
         with self.lend(self.norm, x_SBH) as normed_SBH:

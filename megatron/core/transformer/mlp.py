@@ -29,9 +29,20 @@ class MLP(nn.Module):
         backends: Backends,
         *,
         sequence_parallel: bool = False,
+        inner: int | None = None,
     ) -> None:
+        """Make the block.
+
+        Args:
+            config: the architecture.
+            mesh: axes and device.
+            dtype: of parameters and activations.
+            backends: the chosen ops.
+            sequence_parallel: activations outside are split along the sequence.
+            inner: inner width; --ffn-hidden-size when absent.
+        """
         super().__init__()
-        hidden, inner = config.hidden_size, config.mlp.ffn_hidden_size
+        hidden, inner = config.hidden_size, inner or config.mlp.ffn_hidden_size
         parts = 2 if config.mlp.is_gated else 1
         share = divide(inner, mesh.tp.size)
         shape = (parts * inner, hidden)

@@ -13,6 +13,9 @@ _MADE_AGAIN = (
     ("core_attn", "core_attn"),
     ("core_attn", "mla_up_proj"),
     ("qkv_linear", "layernorm"),
+    ("moe_act", "moe_act"),
+    ("moe_act", "moe"),
+    ("expert_fc1", "moe"),
 )
 """Parts of a layer, each with a part whose recomputation takes the same activations."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron.core.transformer.config import TransformerConfig
 
-BlockKind = Literal["self_attention", "multi_latent_attention", "mlp"]
+BlockKind = Literal["self_attention", "multi_latent_attention", "mlp", "moe"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ def layer_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
     """Return the whole stack, first layer first."""
     latent = config.mla.multi_latent_attention
     mixer: BlockKind = "multi_latent_attention" if latent else "self_attention"
-    decoder = (
-        SublayerPlan(mixer, "input_layernorm", "self_attention"),
-        SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"),
+    attention = SublayerPlan(mixer, "input_layernorm", "self_attention")
+    dense = (attention, SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"))
+    experts = (attention, SublayerPlan("moe", "pre_mlp_layernorm", "mlp"))
+    return tuple(
+        LayerPlan(number, experts if config.moe.layer_has_experts(number) else dense)
+        for number in range(config.num_layers)
     )
-    return tuple(LayerPlan(number, decoder) for number in range(config.num_layers))
 
 
 def mtp_layer_plan(config: TransformerConfig, depth: int) -> LayerPlan:

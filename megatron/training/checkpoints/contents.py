@@ -56,9 +56,8 @@ class OptimizerTensor(Protocol):
 class Optimizer(Protocol):
     """What checkpoints need of an optimizer."""
 
-    @property
-    def copies(self) -> Axis:
-        """Ranks that hold the same states."""
+    def copies(self, *, experts: bool) -> Axis:
+        """Return the ranks that hold the same states: of experts, or of all else."""
         ...
 
     def weights(self) -> Iterable[OptimizerTensor] | None:
@@ -100,19 +99,26 @@ def items(
     """
     coordinates = {axis.name: axis.coordinate for axis in mesh.axes.values()} if saving else None
     shared = optimizer.weights() if optimizer is not None else None
-    kept = [_flat(tensor, coordinates, _weight_sources(tensor, masters)) for tensor in shared or ()]
+    kept = [
+        (tensor.sharding.expert, _flat(tensor, coordinates, _weight_sources(tensor, masters)))
+        for tensor in shared or ()
+    ]
     weights = list(_whole_weights(models, coordinates, masters, frozen=shared is not None))
     for tensor in optimizer.tensors() if optimizer is not None else ():
         is_master = tensor.key.startswith(MASTERS)
         if is_master or states:
             stored = (tensor.key,) if masters else ()
             sources = (*stored, WEIGHTS + tensor.sharding.name) if is_master else ()
-            kept.append(_flat(tensor, coordinates, sources))
+            kept.append((tensor.sharding.expert, _flat(tensor, coordinates, sources)))
     if not saving:
-        return [*weights, *kept]
+        return [item for _, item in (*weights, *kept)]
     # What ranks hold alike they write in turns; what each has a share of is nobody else's.
-    copies = optimizer.copies if optimizer is not None else mesh.dp_cp
-    return [*_share(weights, mesh.dp_cp, spread), *_share(kept, copies, spread)]
+    found: list[Item] = []
+    for experts, replicas in ((False, mesh.dp_cp), (True, mesh.edp)):
+        copies = optimizer.copies(experts=experts) if optimizer is not None else replicas
+        found += _share([item for mine, item in weights if mine == experts], replicas, spread)
+        found += _share([item for mine, item in kept if mine == experts], copies, spread)
+    return found
 
 
 def _share(alike: Sequence[Item], replicas: Axis, spread: bool) -> Sequence[Item]:
@@ -153,8 +159,11 @@ def _whole_weights(
     masters: bool,
     *,
     frozen: bool,
-) -> Iterator[Item]:
-    """Yield weights that this rank holds whole: all, or only those that are not trained."""
+) -> Iterator[tuple[bool, Item]]:
+    """Yield weights that this rank holds whole: all, or only those that are not trained.
+
+    With each comes whether it is of experts, who have replicas of their own.
+    """
     seen: set[int] = set()
     for model in models:
         for parameter in model.parameters():
@@ -164,7 +173,8 @@ def _whole_weights(
             record = sharding.of(parameter)
             key = WEIGHTS + record.name
             sources = _sources(record.name, parameter.dtype, masters)
-            yield plan.of_tensor(key, record, parameter, coordinates=coordinates, sources=sources)
+            item = plan.of_tensor(key, record, parameter, coordinates=coordinates, sources=sources)
+            yield record.expert, item
 
 
 def random_key(mesh: Mesh) -> str:

@@ -45,6 +45,10 @@ class ParameterShape:
     """Another stage of this rank uses it too, so that it lies in a buffer of its own."""
     qk_norm: bool = False
     """Gain of a query or key norm, which --apply-wd-to-qk-layernorm decays."""
+    expert: bool = False
+    """Its replicas are those of experts."""
+    vectors: bool = False
+    """It has several dims, and is no matrix: biases of several experts, or a single row."""
 
     @property
     def numel(self) -> int:
@@ -58,8 +62,9 @@ class ParameterShape:
         return Traits(
             # A tied head is named after the embedding.
             name=TOKEN_VECTORS if self.kind == "output head" and self.tied else self.name,
-            decay=len(self.shape) > 1,
-            matrix=len(self.shape) > 1 and not (is_end or self.kind == "position embedding"),
+            decay=len(self.shape) > 1 and not self.name.endswith(".bias"),
+            matrix=len(self.shape) > 1
+            and not (is_end or self.vectors or self.kind == "position embedding"),
             qk_norm=self.qk_norm,
             embedding=is_end,
         )
@@ -72,6 +77,7 @@ def stage_parameters(
     tp: int = 1,
     *,
     sequence_parallel: bool = False,
+    expert_ways: tuple[int, int] = (1, 1),
 ) -> Iterator[ParameterShape]:
     """Yield the parameters that a tensor-parallel rank of a stage holds.
 
@@ -81,6 +87,7 @@ def stage_parameters(
         stage: the layers and ends that the rank owns.
         tp: tensor-parallel ranks.
         sequence_parallel: ranks see a part of the sequence outside of attention and MLP.
+        expert_ways: ranks over which experts are spread, and over which each is cut.
     """
     hidden = model.hidden_size
     # Where ranks see different tokens, gradients of what each holds whole are partial.
@@ -101,41 +108,53 @@ def stage_parameters(
             table = (model.position.max_position_embeddings, hidden)
             name = "embedding.position_embeddings.weight"
             yield ParameterShape(name, table, "position embedding", parted)
-    plan = layer_plan(model)
+    plan, around = layer_plan(model), _Ranks(tp, parted, *expert_ways)
     for number in stage.layers:
-        yield from _layer(model, f"decoder.layers.{number}", plan[number], tp, parted)
+        yield from _layer(model, f"decoder.layers.{number}", plan[number], around)
     if stage.is_last:
         yield from _norm(model, "decoder.final_layernorm", hidden, parted)
         if untied or (tied and not ahead):
             yield ParameterShape("output_layer.weight", vocabulary, "output head", tied=tied)
     for depth in range(stage.num_mtp_layers):
-        yield from _mtp_layer(model, depth, tp, parted)
+        yield from _mtp_layer(model, depth, around)
+
+
+class _Ranks(NamedTuple):
+    """Over how many ranks a layer is cut."""
+
+    tp: int
+    parted: tuple[str, ...]
+    """Axes along which ranks see other tokens outside of attention and MLP."""
+    ep: int
+    etp: int
 
 
 def _layer(
-    model: TransformerConfig, name: str, plan: LayerPlan, tp: int, parted: tuple[str, ...]
+    model: TransformerConfig, name: str, plan: LayerPlan, ranks: _Ranks
 ) -> Iterator[ParameterShape]:
+    tp, parted = ranks.tp, ranks.parted
     for sublayer in plan.sublayers:
         yield from _norm(model, f"{name}.{sublayer.norm_name}", model.hidden_size, parted)
         block = f"{name}.{sublayer.block_name}"
         if sublayer.kind == "mlp":
-            yield from _mlp(model, block, tp, parted)
+            yield from _mlp(model, block, model.mlp.ffn_hidden_size, tp, parted)
+        elif sublayer.kind == "moe":
+            yield from _experts(model, block, ranks)
         elif sublayer.kind == "multi_latent_attention":
             yield from _latent_attention(model, block, tp, parted)
         else:
             yield from _attention(model, block, tp, parted)
 
 
-def _mtp_layer(
-    model: TransformerConfig, depth: int, tp: int, parted: tuple[str, ...]
-) -> Iterator[ParameterShape]:
+def _mtp_layer(model: TransformerConfig, depth: int, ranks: _Ranks) -> Iterator[ParameterShape]:
+    parted = ranks.parted
     name, hidden = f"mtp.layers.{depth}", model.hidden_size
     yield from _norm(model, f"{name}.enorm", hidden, parted)
     yield from _norm(model, f"{name}.hnorm", hidden, parted)
     shape = (hidden, 2 * hidden)
     yield ParameterShape(f"{name}.eh_proj.weight", shape, "prediction ahead", parted)
     plan = mtp_layer_plan(model, depth)
-    yield from _layer(model, f"{name}.transformer_layer", plan, tp, parted)
+    yield from _layer(model, f"{name}.transformer_layer", plan, ranks)
     yield from _norm(model, f"{name}.final_layernorm", hidden, parted)
 
 
@@ -192,16 +211,47 @@ def _latent_attention(
 
 
 def _mlp(
-    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+    model: TransformerConfig,
+    name: str,
+    inner: int,
+    tp: int,
+    parted: tuple[str, ...],
+    kind: str = "mlp",
 ) -> Iterator[ParameterShape]:
-    hidden, inner = model.hidden_size, model.mlp.ffn_hidden_size // tp
+    hidden, inner = model.hidden_size, inner // tp
     wide = inner * (2 if model.mlp.is_gated else 1)
-    yield ParameterShape(f"{name}.linear_fc1.weight", (wide, hidden), "mlp")
+    yield ParameterShape(f"{name}.linear_fc1.weight", (wide, hidden), kind)
     if model.add_bias_linear:
-        yield ParameterShape(f"{name}.linear_fc1.bias", (wide,), "mlp")
-    yield ParameterShape(f"{name}.linear_fc2.weight", (hidden, inner), "mlp")
+        yield ParameterShape(f"{name}.linear_fc1.bias", (wide,), kind)
+    yield ParameterShape(f"{name}.linear_fc2.weight", (hidden, inner), kind)
     if model.add_bias_linear:
-        yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), "mlp", parted)
+        yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), kind, parted)
+
+
+def _experts(model: TransformerConfig, name: str, ranks: _Ranks) -> Iterator[ParameterShape]:
+    """Yield a layer's router, its experts and its shared experts."""
+    moe, hidden, parted = model.moe, model.hidden_size, ranks.parted
+    assert moe.num_experts is not None
+    # A rank routes tokens of its own, with or without sequence parallelism.
+    own = ("tp",) if ranks.tp > 1 else ()
+    yield ParameterShape(f"{name}.router.weight", (moe.num_experts, hidden), "router", own)
+    experts, inner = moe.num_experts // ranks.ep, moe.moe_ffn_hidden_size // ranks.etp
+    wide = inner * (2 if model.mlp.is_gated else 1)
+    for layer, shape in (
+        ("linear_fc1", (experts, wide, hidden)),
+        ("linear_fc2", (experts, hidden, inner)),
+    ):
+        full = f"{name}.experts.{layer}"
+        yield ParameterShape(f"{full}.weight", shape, "experts", expert=True)
+        if model.add_bias_linear:
+            yield ParameterShape(f"{full}.bias", shape[:2], "experts", expert=True, vectors=True)
+    if moe.moe_shared_expert_intermediate_size is None:
+        return
+    block, kind = f"{name}.shared_experts", "shared experts"
+    if moe.moe_shared_expert_gate:
+        yield ParameterShape(f"{block}.gate_weight", (1, hidden), kind, parted, vectors=True)
+    width = moe.moe_shared_expert_intermediate_size
+    yield from _mlp(model, block, width, ranks.tp, parted, kind)
 
 
 def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
@@ -210,6 +260,15 @@ def parameters_by_kind(model: TransformerConfig, rows: int) -> dict[str, int]:
     for parameter in all_parameters(model, rows):
         counts[parameter.kind] += parameter.numel
     return dict(counts)
+
+
+def active_parameters(model: TransformerConfig, rows: int) -> int:
+    """Return the parameters that work on one token: of experts, those that it visits."""
+    kinds = parameters_by_kind(model, rows)
+    experts = kinds.pop("experts", 0)
+    if model.moe.num_experts is not None:
+        experts = experts // model.moe.num_experts * model.router.moe_router_topk
+    return sum(kinds.values()) + experts
 
 
 def all_parameters(model: TransformerConfig, rows: int) -> Iterator[ParameterShape]:
@@ -226,24 +285,53 @@ def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int
     rows of the vocabulary count, recomputation does not.
     """
     depths, hidden = model.mtp.depths, model.hidden_size
-    per_token = (model.num_layers + depths) * sum(layer_multiply_adds(model, seq_length).values())
+    per_token: float = sum(
+        sum(layer_multiply_adds(model, seq_length, plan).values()) for plan in _plans(model)
+    )
     per_token += depths * prediction_multiply_adds(model) + (1 + depths) * hidden * padded_rows
     return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
 
 
-def layer_multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
+def _plans(model: TransformerConfig) -> list[LayerPlan]:
+    """Return all layers, those of multi-token prediction behind."""
+    ahead = (mtp_layer_plan(model, depth) for depth in range(model.mtp.depths))
+    return [*layer_plan(model), *ahead]
+
+
+def layer_multiply_adds(
+    model: TransformerConfig, seq_length: int, plan: LayerPlan
+) -> dict[str, float]:
     """Return the multiply-adds of a layer's forward for a token, by part.
 
-    The parts have the names of --recompute-modules; ``rest`` is of none.
+    The parts have the names of --recompute-modules; ``rest`` is of none. Of experts those count
+    that a token visits; ``shared_experts`` is a part of ``moe``.
     """
+    parts = _attention_multiply_adds(model, seq_length)
+    matrices = 3 if model.mlp.is_gated else 2
+    if all(sublayer.kind != "moe" for sublayer in plan.sublayers):
+        return {**parts, "mlp": model.hidden_size * model.mlp.ffn_hidden_size * matrices}
+    return {**parts, "moe": sum(_expert_multiply_adds(model))}
+
+
+def _expert_multiply_adds(model: TransformerConfig) -> tuple[int, int]:
+    """Return those of the router and the experts that a token visits, and of shared ones."""
+    moe, hidden = model.moe, model.hidden_size
+    assert moe.num_experts is not None
+    each = hidden * (3 if model.mlp.is_gated else 2)
+    shared = (moe.moe_shared_expert_intermediate_size or 0) * each
+    shared += hidden * moe.moe_shared_expert_gate
+    visited = model.router.moe_router_topk * moe.moe_ffn_hidden_size * each
+    return hidden * moe.num_experts + visited, shared
+
+
+def _attention_multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
     attention, hidden = model.attention, model.hidden_size
-    mlp = hidden * model.mlp.ffn_hidden_size * (3 if model.mlp.is_gated else 2)
     if model.mla.multi_latent_attention:
-        return {**accounting_mla.multiply_adds(model, seq_length), "mlp": mlp}
+        return accounting_mla.multiply_adds(model, seq_length)
     width = attention.num_attention_heads * attention.kv_channels
     key_value = 2 * attention.num_query_groups * attention.kv_channels
     projections = hidden * (width + key_value) + width * hidden
-    return {"rest": projections, "core_attn": 2 * width * seq_length / 2, "mlp": mlp}
+    return {"rest": projections, "core_attn": 2 * width * seq_length / 2}
 
 
 def prediction_multiply_adds(model: TransformerConfig) -> int:
@@ -260,17 +348,24 @@ def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> dict[str
     """
     model, seq_length = config.model, config.data.seq_length
     recompute, depths = model.recompute, model.mtp.depths
-    parts = layer_multiply_adds(model, seq_length)
+    plans = _plans(model)
+    adds = [layer_multiply_adds(model, seq_length, plan) for plan in plans]
     per_token = {"recomputation": 0.0, "head": 0.0}
     if recompute.granularity == "full":
-        units = (recompute.units(stage.layers) for stage in config.stages)
-        layers = sum(len(unit) for stage in units for unit in stage)
+        again = {
+            n for stage in config.stages for unit in recompute.units(stage.layers) for n in unit
+        }
         ahead = depths * recompute.covers_prediction_ahead
-        per_token["recomputation"] += (layers + ahead) * sum(parts.values())
+        again |= set(range(model.num_layers, model.num_layers + ahead))
+        per_token["recomputation"] += sum(sum(adds[number].values()) for number in again)
         per_token["recomputation"] += ahead * prediction_multiply_adds(model)
     else:
-        again = sum(parts.get(module, 0) for module in set(recompute.modules))
-        per_token["recomputation"] += (model.num_layers + depths) * again
+        modules = set(recompute.modules)
+        for plan, parts in zip(plans, adds, strict=True):
+            per_token["recomputation"] += sum(parts.get(module, 0) for module in modules)
+            has_experts = any(sublayer.kind == "moe" for sublayer in plan.sublayers)
+            if has_experts and "shared_experts" in modules and "moe" not in modules:
+                per_token["recomputation"] += _expert_multiply_adds(model)[1]
     samples = config.training.micro_batch_size
     positions = seq_length // config.parallel.context_parallel_size
     rows = padded_rows // config.parallel.tensor_model_parallel_size
@@ -288,6 +383,20 @@ class BufferKey(NamedTuple):
     tied: bool
     unit: str
     """Part of the model that has buffers of its own; empty where gradients are not shared out."""
+    expert: bool = False
+    """Its replicas are those of experts."""
+
+
+def replicas_of(config: RunConfig, plan: BufferPlan) -> int:
+    """Return the ranks that sum the gradients of a buffer."""
+    assert isinstance(plan.key, BufferKey)
+    return config.axis_sizes["edp" if plan.key.expert else "dp_cp"]
+
+
+def shares_of(config: RunConfig, plan: BufferPlan) -> int:
+    """Return into how many shares these divide it; 1 for none."""
+    assert isinstance(plan.key, BufferKey)
+    return config.expert_shares if plan.key.expert else config.shares
 
 
 def buffer_items(
@@ -306,7 +415,7 @@ def buffer_items(
     items, group_of = [], grouping(optimizer or OptimizerConfig.resolve())
     for p in parameters:
         unit = unit_of(p.name) if by_unit else ""
-        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied, unit)
+        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied, unit, p.expert)
         items.append(Item(p.name, p.numel, key, group_of(p.traits), p.shape[0]))
     return items
 
@@ -324,24 +433,39 @@ def chunk_parameters(
     """
     parallel, stages = config.parallel, config.stages
     ways = parallel.tensor_model_parallel_size if tp is None else tp
-    parted = parallel.sequence_parallel
-    return [
-        [*stage_parameters(config.model, padded_rows, stages[at], ways, sequence_parallel=parted)]
-        for at in config.placement.positions(pp_rank)
-    ]
+    expert_ways = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
+
+    def of(stage: Stage) -> Iterator[ParameterShape]:
+        return stage_parameters(
+            config.model,
+            padded_rows,
+            stage,
+            ways,
+            sequence_parallel=parallel.sequence_parallel,
+            expert_ways=expert_ways,
+        )
+
+    return [[*of(stages[at])] for at in config.placement.positions(pp_rank)]
 
 
 def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:
     """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
     chunks = []
-    replicas = config.data_parallel_size * config.parallel.context_parallel_size
-    by_torch = config.shared_by_torch
+    by_torch, sizes = config.shared_by_torch, config.axis_sizes
     by_unit = config.replicas.shards_gradients and config.shares > 1 and not by_torch
     for held in chunk_parameters(config, padded_rows, pp_rank):
-        items = buffer_items(held, config.optimizer, by_unit=by_unit)
         if by_torch:
+            items = buffer_items(held, config.optimizer)
             chunks.append(plan_rows(items, config.shares))
             continue
-        size = config.replicas.bucket_size(sum(p.numel for p in held), replicas)
-        chunks.append(plan_buffers(items, replicas, size, shares=config.shares))
+        size = config.replicas.bucket_size(sum(p.numel for p in held), sizes["dp_cp"])
+        plans: list[BufferPlan] = []
+        for experts, replicas, shares in (
+            (False, sizes["dp_cp"], config.shares),
+            (True, sizes["edp"], config.expert_shares),
+        ):
+            mine = [p for p in held if p.expert == experts]
+            items = buffer_items(mine, config.optimizer, by_unit=by_unit)
+            plans += plan_buffers(items, replicas, size, shares=shares)
+        chunks.append(plans)
     return chunks

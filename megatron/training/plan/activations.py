@@ -28,7 +28,7 @@ from megatron.training.plan import saved
 from megatron.training.plan.attention_bytes import Piece
 from megatron.training.plan.ledger import Footprint, Ledger
 from megatron.training.plan.passing import Passing, splits
-from megatron.training.plan.saved import Region, Share
+from megatron.training.plan.share import Region, Share
 
 
 def footprint(

@@ -12,6 +12,7 @@ from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
+from megatron.training.plan.accounting import shares_of
 
 
 def building(config: RunConfig, plans: Sequence[BufferPlan]) -> int:
@@ -19,10 +20,11 @@ def building(config: RunConfig, plans: Sequence[BufferPlan]) -> int:
     weight, gradient = (
         BYTES[dtype] for dtype in (config.precision.params_dtype, config.precision.grad_dtype)
     )
-    late, shares = config.replicas.init_model_with_meta_device, config.shares
+    late = config.replicas.init_model_with_meta_device
     sizes = [0 if late else weight * sum(s.stop - s.start for s in p.slots) for p in plans]
     waiting, made, most = sum(sizes), 0, sum(sizes)
     for plan, moved in zip(plans, sizes, strict=True):
+        shares = shares_of(config, plan)
         whole, share = plan.size * (weight + gradient), divide(plan.size, shares)
         pieces = 0
         if shares > 1:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training.config import RunConfig
 from megatron.training.plan.passing import units
-from megatron.training.plan.saved import Share
+from megatron.training.plan.share import Share
 
 
 def gathered(config: RunConfig, stage: Stage, samples: int) -> dict[str, int]:

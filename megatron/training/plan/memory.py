@@ -8,8 +8,12 @@ moments of these two need not be the same, so the most of both together is a num
 """
 
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
+from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer import memory
 from megatron.core.utils import divisors
 from megatron.training.config import RunConfig
@@ -19,7 +23,7 @@ from megatron.training.plan.building import building
 from megatron.training.plan.gathered import gathered
 from megatron.training.plan.passing import Passing
 from megatron.training.plan.peaks import Chunk, Later, Peak
-from megatron.training.plan.saved import Share
+from megatron.training.plan.share import Share
 from megatron.training.plan.staged import staged
 
 
@@ -163,14 +167,7 @@ class _Rank:
             self.fixed = {"weights": self.parameters * size}
             self.passing = [Passing()] * len(buffers)
             return
-        self.fixed = memory.predict(
-            plans,
-            config.optimizer,
-            config.precision,
-            config.replicas.data_parallel_sharding_strategy,
-            config.shares,
-            by_torch=config.shared_by_torch,
-        )
+        self.fixed = _fixed(config, plans)
         units = plans
         if config.shared_by_torch:  # its units are the same; what it has of them is near to ours
             ours = replace(config, replicas=replace(config.replicas, use_torch_fsdp2=False))
@@ -180,9 +177,26 @@ class _Rank:
         self.staged = staged(config, plans)
         stages = [config.stages[at] for at in config.placement.positions(number)]
         self.passing = [passing.of_stage(config, stage, units) for stage in stages]
-        replicas = config.data_parallel_size * config.parallel.context_parallel_size
+        replicas = max(config.axis_sizes["dp_cp"], config.axis_sizes["edp"])
         self.later = Later(
             sums.copies(config, buffers),
             sums.largest_moment(config, padded_rows, number, plans),
             overlaps=config.replicas.overlap_grad_reduce and replicas > 1,
         )
+
+
+def _fixed(config: RunConfig, plans: Sequence[BufferPlan]) -> dict[str, int]:
+    """Return the bytes of a rank's buffers by category, those of experts among them."""
+    total: Counter[str] = Counter()
+    for shares, mine in groupby(plans, lambda plan: accounting.shares_of(config, plan)):
+        total += Counter(
+            memory.predict(
+                list(mine),
+                config.optimizer,
+                config.precision,
+                config.replicas.data_parallel_sharding_strategy,
+                shares,
+                by_torch=config.shared_by_torch,
+            )
+        )
+    return {name: total[name] for name in ("weights", "gradients", "masters", "states", "host")}

@@ -26,7 +26,7 @@ from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import BufferKey
+from megatron.training.plan.accounting import BufferKey, shares_of
 
 _END = ""
 """What follows the last unit."""
@@ -93,13 +93,15 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: RunConfig, plan: BufferPlan) -> "_Sizes":
-        precision = config.precision
+        precision, shares = config.precision, shares_of(config, plan)
+        if shares == 1:  # experts with one replica: whole all the time, and summed by nobody
+            return cls(0, 0, 0)
         kept, travels = BYTES[precision.grad_dtype], BYTES[precision.reduce_dtype]
         copied = plan.size * travels if precision.reduce_dtype != precision.grad_dtype else 0
         return cls(
             plan.size * BYTES[precision.params_dtype] if config.replicas.shards_weights else 0,
             plan.size * kept,
-            divide(plan.size, config.shares) * travels + copied,
+            divide(plan.size, shares) * travels + copied,
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer.memory import BYTES, stored_bytes
 from megatron.training.config import RunConfig
+from megatron.training.plan.accounting import replicas_of, shares_of
 
 RANDOM = 64 * 2**10
 """Of the random generators; they are text of some twenty thousand bytes."""
@@ -26,14 +27,14 @@ def staged(config: RunConfig, plans: Sequence[BufferPlan]) -> int:
     main = BYTES[precision.main_dtype]
     weight = main if config.shared_by_torch else BYTES[precision.params_dtype]
     master = main if weight != main else 0
-    sharers = config.data_parallel_size * config.parallel.context_parallel_size
     alone = not checkpoint.speed.ckpt_fully_parallel_save
     # Without sharing, the first replica writes what all hold; shares are everybody's own.
     whole = config.replicas.data_parallel_sharding_strategy == "optim_grads_params"
-    weights = config.shares if alone and whole else 1 if alone else sharers
-    states = config.shares if alone else sharers
     size = 0
     for plan in plans:
+        shares, sharers = shares_of(config, plan), replicas_of(config, plan)
+        weights = shares if alone and whole else 1 if alone else sharers
+        states = shares if alone else sharers
         kept = master + stored_bytes(plan.rule, config.optimizer, precision)
         boxes = BOXES * (len(plan.slots) + len(plan.buckets)) * ALIGNMENT
         size += -(-plan.size * weight // weights) + boxes

@@ -15,20 +15,31 @@ from megatron.core.distributed.ranges import Range, intersect
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import BufferKey, chunk_parameters
+from megatron.training.plan.accounting import (
+    BufferKey,
+    chunk_parameters,
+    replicas_of,
+    shares_of,
+)
 
 
 def copies(config: RunConfig, chunks: Sequence[Sequence[BufferPlan]]) -> list[int]:
     """Return the bytes of each chunk's gradients as they travel, where these are copies."""
-    precision, shares = config.precision, config.shares
-    by_unit = config.replicas.shards_gradients and shares > 1
-    alone = config.axis_sizes["dp_cp"] == 1
-    if precision.reduce_dtype == precision.grad_dtype or by_unit or alone:
+    precision = config.precision
+    by_unit = config.replicas.shards_gradients and config.shares > 1
+    if precision.reduce_dtype == precision.grad_dtype or by_unit:
         return [0] * len(chunks)
     size = BYTES[precision.reduce_dtype]
-    sizes = [sum(plan.size for plan in chunk) for chunk in chunks]
+    return [size * sum(_sent(config, plan) for plan in chunk) for chunk in chunks]
+
+
+def _sent(config: RunConfig, plan: BufferPlan) -> int:
+    """Return the elements of a buffer that are sent, and of what comes out apart."""
+    shares = shares_of(config, plan)
+    if replicas_of(config, plan) == 1:
+        return 0
     # Of what is shared out, this rank's share comes out apart.
-    return [size * (numel + (divide(numel, shares) if shares > 1 else 0)) for numel in sizes]
+    return plan.size + (divide(plan.size, shares) if shares > 1 else 0)
 
 
 def largest_moment(
@@ -50,7 +61,7 @@ def largest_moment(
 def _packed(config: RunConfig, plan: BufferPlan, sizes: Mapping[str, int]) -> int:
     """Return the bytes that regions of a buffer are packed into, at most."""
     assert isinstance(plan.key, BufferKey)
-    shares = config.shares
+    shares = shares_of(config, plan)
     share = divide(plan.size, shares)
     elements, pieces = 0, len(plan.buckets) if shares > 1 else 1
     is_tied = plan.key.tied and sizes["ends"] > 1

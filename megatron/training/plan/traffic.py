@@ -46,10 +46,24 @@ of one rank move nothing.
                                     activations one way, gradients the other; on any schedule
     ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
                                                         embedding copied for K > 0
+    etp_ep, allgather   all_gather, reduce_scatter
+                        2, 2 m L x R T H e              tokens, outputs and their gradients
+                        1, 1 m L x R T K a              weights, and their gradients
+                        1, 0 m L x R T K 8              numbers of the chosen experts
+    etp_ep,         all_to_all      4 m L x T K F H e   rows there and back, and gradients
+    alltoall        all_gather      1 m L x R E 8       how many rows go where
+    tp              all_gather      2 m L x t T H e     without sequence parallelism: outputs of
+                                                        experts, gradients of their inputs
     dp_cp           all_reduce      1 x elements g      for every bucket, padding included
+    edp             all_reduce      1 x elements g      the same, of experts
     world           all_reduce      1 x 64, 1 x 16      totals; norm of the gradient
                     all_reduce      1 x 8               norm of weights, --log-params-norm
                     all_reduce      1 x 8 x groups      --log-grad-norms-by-group
+
+Of layers with experts (of whom E in each) T = N / t are the tokens that a rank routes, K the
+choices of each, R the ranks along etp_ep and F those along etp. In an all-to-all a choice that is
+dropped moves nothing, and takes nothing from the payload: then the table says what it is at most.
+Shared experts move what an MLP moves.
 
 What replicas share out travels in other ways (`traffic_shares`); g are the bytes in which
 gradients travel.

@@ -15,6 +15,9 @@ from megatron.core.transformer.plan import BlockKind, layer_plan, loss_pieces, m
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 
+INDEX = 8
+"""Bytes of the number of an expert, or of a count."""
+
 
 class Cost(NamedTuple):
     """What one kind of collective moves over one axis."""
@@ -132,6 +135,10 @@ class _Stage:
                 self._enter_product(model.hidden_size)
                 self._leave_product()
             return
+        if kind == "moe":
+            with self._again("moe" in modules):
+                self._experts()
+            return
         if kind == "multi_latent_attention":
             rank = model.mla.q_lora_rank
             with self._again("mla_up_proj" in modules):
@@ -144,6 +151,34 @@ class _Stage:
             heads = _heads(model, kind, self.config.parallel.tensor_model_parallel_size)
             self._attend(context_kind, heads)
         self._leave_product()
+
+    def _experts(self) -> None:
+        """Add what brings tokens to their experts and back, and shared experts."""
+        book, model, sizes = self.book, self.config.model, self.book.sizes
+        forwards, back = self.count * self.forwards, self.count * self.trains
+        share = self.tokens // self.config.training.micro_batch_size
+        samples, width = self.config.training.micro_batch_size, model.hidden_size * self.weight
+        # Ranks along tp route shares of the positions, which are filled up to divide.
+        own = samples * -(-share // sizes["tp"])
+        if not self.split:
+            book.add("tp", "all_gather", sizes["tp"] * own * width, forwards + back)
+        assert model.moe.num_experts is not None
+        ranks, choices = sizes["etp_ep"], own * model.router.moe_router_topk
+        if model.moe.moe_token_dispatcher_type == "allgather":
+            for op, times in (("all_gather", forwards), ("reduce_scatter", back)):
+                book.add("etp_ep", op, ranks * own * width, times)
+                book.add("etp_ep", op, ranks * choices * self.total, times)
+            book.add("etp_ep", "all_gather", ranks * choices * INDEX, forwards)
+            book.add("etp_ep", "reduce_scatter", ranks * own * width, forwards)
+            book.add("etp_ep", "all_gather", ranks * own * width, back)
+        else:
+            rows = choices * sizes["etp"]
+            book.add("etp_ep", "all_gather", ranks * model.moe.num_experts * INDEX, forwards)
+            book.add("etp_ep", "all_to_all", rows * width, 2 * (forwards + back))
+        if model.moe.moe_shared_expert_intermediate_size is not None:
+            with self._again("shared_experts" in model.recompute.modules):
+                self._enter_product(model.hidden_size)
+                self._leave_product()
 
     def _losses(self) -> None:
         """The head and its loss: pieces of the sequence are gone through again in backward."""

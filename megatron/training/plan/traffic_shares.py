@@ -14,6 +14,8 @@ optimizer), of every buffer:
                           all_gather      m x P w         for every use by a unit, in forward
                           all_gather      m x P w         for every chunk that uses it, in backward
 
+Experts' buffers move the same over ``edp``, with its ranks for R; one replica moves nothing.
+
 An evaluation gathers as forwards do. Recomputed units of several layers gather all of them but the
 last once more in backward. Instances add their shares up, P / R elements, by an all-reduce over
 ``dp_outer``. Sums of regions, over ``tp``, ``kv_replica`` and ``ends``, are of a rank's own share.
@@ -30,7 +32,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 from megatron.training.plan import traffic_torch
-from megatron.training.plan.accounting import BufferKey, chunk_buffers
+from megatron.training.plan.accounting import BufferKey, chunk_buffers, shares_of
 from megatron.training.plan.traffic_passes import Book
 
 
@@ -38,25 +40,27 @@ def add_sums(
     book: Book, config: RunConfig, padded_rows: int, count: int, coordinates: Mapping[str, int]
 ) -> None:
     """Add the sums of gradients and the gathers of new weights of one iteration."""
-    shares, replicas = config.shares, config.replicas
+    replicas = config.replicas
     if config.shared_by_torch:
         traffic_torch.add_sums(book, config, padded_rows, count)
         for plan, _ in _buffers(config, padded_rows, coordinates["pp"]):
-            book.add("dp_outer", "all_reduce", divide(plan.size, shares) * _kept(config))
+            share = divide(plan.size, config.shares)
+            book.add("dp_outer", "all_reduce", share * _kept(config))
             _add_regions(book, config, plan, share_of(config, coordinates))
         add_gathers(book, config, padded_rows, count, coordinates["pp"], trains=True)
         return
     travelling = BYTES[config.precision.reduce_dtype]
-    axis = traffic_torch.sharing_axis(config)
     for plan, uses in _buffers(config, padded_rows, coordinates["pp"]):
+        axis, shares = _sharing_axis(config, plan), shares_of(config, plan)
         for start, stop in plan.buckets:
             size = (stop - start) * travelling
             if shares == 1:
-                book.add("dp_cp", "all_reduce", size)
+                book.add("edp" if axis == "edp" else "dp_cp", "all_reduce", size)
                 continue
             times = count * len(uses) if replicas.shards_gradients else 1
             book.add(axis, "reduce_scatter", size, times)
-            book.add("dp_outer", "all_reduce", divide(stop - start, shares) * _kept(config))
+            if axis != "edp":  # experts have one instance of everything
+                book.add("dp_outer", "all_reduce", divide(stop - start, shares) * _kept(config))
             if not replicas.shards_weights:
                 weights = BYTES[config.precision.params_dtype]
                 book.add(axis, "all_gather", (stop - start) * weights)
@@ -80,8 +84,15 @@ def add_gathers(
         times = sum(uses)
         if trains:
             times += len(uses) + (plan.key.unit in again)
-        axis = traffic_torch.sharing_axis(config)
-        book.add(axis, "all_gather", plan.size * weights, count * times)
+        if shares_of(config, plan) > 1:
+            axis = _sharing_axis(config, plan)
+            book.add(axis, "all_gather", plan.size * weights, count * times)
+
+
+def _sharing_axis(config: RunConfig, plan: BufferPlan) -> str:
+    """Return the axis over which a buffer is shared out."""
+    assert isinstance(plan.key, BufferKey)
+    return "edp" if plan.key.expert else traffic_torch.sharing_axis(config)
 
 
 def share_of(config: RunConfig, coordinates: Mapping[str, int]) -> int:
@@ -101,7 +112,7 @@ def _add_regions(book: Book, config: RunConfig, plan: BufferPlan, coordinate: in
     size, attention = _kept(config), config.model.attention
     heads = attention.num_attention_heads // config.parallel.tensor_model_parallel_size
     assert isinstance(plan.key, BufferKey)
-    share = divide(plan.size, config.shares)
+    share = divide(plan.size, shares_of(config, plan))
     if plan.key.tied:
         book.add("ends", "all_reduce", share * size)
     if "tp" in plan.key.summed:

@@ -1,0 +1,80 @@
+"""What a mixture of experts is made of; how tokens choose experts is the router's config."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatron.core.config import Config, as_words, check_at_least, option
+from megatron.core.transformer.layer_pattern import parse_pattern
+from megatron.core.utils import UserError
+
+
+class MoEConfig(Config):
+    """Layers whose channel block is a set of experts, of which each token visits a few."""
+
+    num_experts: int | None = option(None)
+    """Experts of a layer (Shazeer et al., 2017; Fedus et al., 2022); absent, no layer has any."""
+
+    moe_layer_freq: int | tuple[int, ...] = option(1, parse=parse_pattern)
+    """Layers with experts: every N-th from the first, or a pattern such as ([0]*3+[1]*58) with 1
+    for such a layer."""
+
+    moe_ffn_hidden_size: int = option(derived="--ffn-hidden-size")
+    """Width of an expert's inner layer."""
+
+    moe_shared_expert_intermediate_size: int | None = option(None)
+    """Width of the experts that every token visits, together; absent, there are none."""
+
+    moe_shared_expert_gate: bool = option(False)
+    """Scale what the shared experts add to a token by a sigmoid of the token."""
+
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] = option(
+        "allgather"
+    )
+    """How tokens reach their experts: all to every rank, or each to the ranks of its experts
+    (alltoall; alltoall_seq is the same here)."""
+
+    moe_grouped_gemm: bool = option(False)
+    """Multiply all experts of a rank in one call, where the device has one; else one by one."""
+
+    @classmethod
+    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let an expert be as wide as the MLP of a dense layer."""
+        return {"moe_ffn_hidden_size": values["ffn_hidden_size"]}
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "num_experts", "moe_ffn_hidden_size")
+        check_at_least(self, 1, "moe_shared_expert_intermediate_size")
+        if self.moe_token_dispatcher_type == "flex":
+            raise UserError(
+                "--moe-token-dispatcher-type flex is for DeepEP and HybridEP, which are not built "
+                "in; choose --moe-token-dispatcher-type alltoall"
+            )
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            raise UserError(
+                "--moe-shared-expert-gate scales shared experts; give their width by "
+                "--moe-shared-expert-intermediate-size, or drop it"
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse a pattern that does not fit ``num_layers``.
+
+        Raises:
+            UserError: it names another number of layers, or holds other numbers than 0 and 1.
+        """
+        freq = self.moe_layer_freq
+        if isinstance(freq, int):
+            check_at_least(self, 1, "moe_layer_freq")
+        elif len(freq) != num_layers:
+            raise UserError(
+                f"--moe-layer-freq names {len(freq)} layers, --num-layers is {num_layers}"
+            )
+        elif not set(freq) <= {0, 1}:
+            raise UserError(f"--moe-layer-freq ({as_words(freq)}): a pattern holds 0 and 1 only")
+
+    def layer_has_experts(self, layer: int) -> bool:
+        """Return whether layer ``layer`` (from 0) is one with experts."""
+        if self.num_experts is None:
+            return False
+        if isinstance(self.moe_layer_freq, int):
+            return layer % self.moe_layer_freq == 0
+        return self.moe_layer_freq[layer] == 1

@@ -1,0 +1,194 @@
+"""Tokens travel to their experts, and outputs back, over the ranks that hold all experts together.
+
+Every rank along ``etp_ep`` has tokens of its own. Two ways, of one interface and one result:
+
+    allgather   every rank gets all tokens and works on those that chose its experts; what ranks
+                made of a token is summed. Few ranks, many choices per token: everybody needs most
+                tokens anyway.
+    alltoall    each rank sends a row for each choice to the ranks of that expert (those along
+                ``etp``, each with a share of its width), gets the outputs back, and adds them up
+                with their weights (Lepikhin et al., 2020).
+
+                     forward                                backward
+    allgather        gather tokens, scatter sums            gather gradients, scatter sums
+    alltoall         counts; exchange rows, there and back  exchange gradients, there and back
+
+An expert may get no row or all of them: every rank makes the same calls whatever is in them.
+Payloads of exchanges are counted at the tokens' end, where they depend on no choice: one row per
+choice that stays, ``etp`` times.
+
+Shapes: T tokens of this rank, G ranks, K choices of a token, N rows, H hidden, E experts of the
+model, e of a rank.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core import comm
+from megatron.core.kernels import permute
+from megatron.core.mesh import Axis, Mesh
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.utils import divide
+
+Compute = Callable[[Tensor, list[int]], Tensor]
+"""(rows, one expert after the other; how many each has) -> outputs of the rows. Those of ranks
+along ``etp`` are partial sums."""
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to experts and their outputs back."""
+
+    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts, ``[T, H]``.
+
+        A collective of ``etp_ep``, all of whose ranks have equally many tokens.
+        """
+        ...
+
+
+def build_dispatcher(kind: str, num_experts: int, mesh: Mesh) -> Dispatcher:
+    """Return the dispatcher that a value of --moe-token-dispatcher-type asks for."""
+    if mesh.etp_ep.size == 1:
+        return Local(num_experts)
+    return Gathering(num_experts, mesh) if kind == "allgather" else Exchanging(num_experts, mesh)
+
+
+class Local:
+    """All experts are here."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """See `Dispatcher`."""
+        counts_E = _counts(routing.experts_TK, routing.kept_TK, self.num_experts)
+        sizes: list[int] = counts_E.tolist()
+        by = permute.sort_choices(routing.experts_TK, routing.kept_TK, sum(sizes))
+        y_NH = compute(permute.permute(x_TH, by), sizes)
+        return permute.unpermute(y_NH, routing.weights_TK, by)
+
+
+class Gathering:
+    """Every rank gets all tokens."""
+
+    def __init__(self, num_experts: int, mesh: Mesh) -> None:
+        self.axis, self.own = mesh.etp_ep, divide(num_experts, mesh.ep.size)
+        self.first = mesh.ep.coordinate * self.own
+
+    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """See `Dispatcher`."""
+        # The gradient of a token, and of its weights, is the sum over those who worked on it.
+        x_GH = mappings.enter(x_TH, self.axis, sequence_parallel=True)
+        weights_GK = mappings.enter(routing.weights_TK, self.axis, sequence_parallel=True)
+        chosen_TK = routing.experts_TK
+        if routing.kept_TK is not None:
+            chosen_TK = chosen_TK.masked_fill(~routing.kept_TK, -1)
+        experts_GK = comm.all_gather(chosen_TK.contiguous(), self.axis) - self.first
+        mine_GK = (experts_GK >= 0) & (experts_GK < self.own)
+        sizes: list[int] = _counts(experts_GK, mine_GK, self.own).tolist()
+        by = permute.sort_choices(experts_GK, mine_GK, sum(sizes))
+        y_NH = compute(permute.permute(x_GH, by), sizes)
+        partial_GH = permute.unpermute(y_NH, weights_GK, by)
+        return mappings.leave(partial_GH, self.axis, sequence_parallel=True)
+
+
+class Exchanging:
+    """Each row travels to the ranks of its expert."""
+
+    def __init__(self, num_experts: int, mesh: Mesh) -> None:
+        self.axis, self.num_experts = mesh.etp_ep, num_experts
+        self.ways, self.own = mesh.etp.size, divide(num_experts, mesh.ep.size)
+        self.first = mesh.ep.coordinate * self.own
+
+    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """See `Dispatcher`."""
+        counts_E = _counts(routing.experts_TK, routing.kept_TK, self.num_experts)
+        counts_GE = comm.all_gather(counts_E[None], self.axis)
+        coming_Ge = counts_GE[:, self.first : self.first + self.own]
+        order = _by_expert(coming_Ge)
+        # The one wait for the device: how many rows go where.
+        known: list[int] = torch.cat((counts_E, coming_Ge.flatten())).tolist()
+        numbers, came = known[: self.num_experts], known[self.num_experts :]
+        blocks = [sum(numbers[i : i + self.own]) for i in range(0, self.num_experts, self.own)]
+        sent = [rows for rows in blocks for _ in range(self.ways)]
+        received = [sum(came[i : i + self.own]) for i in range(0, len(came), self.own)]
+        sizes = [sum(came[expert :: self.own]) for expert in range(self.own)]
+
+        by = permute.sort_choices(routing.experts_TK, routing.kept_TK, sum(numbers))
+        x_NH = _copies(permute.permute(x_TH, by), blocks, self.ways)
+        x_MH = _exchange(x_NH, self.axis, sent, received, "sent")
+        y_MH = compute(permute.rearrange(x_MH, order), sizes)
+        y_MH = permute.rearrange(y_MH, permute.inverse(order))
+        y_NH = _summed(_exchange(y_MH, self.axis, received, sent, "received"), blocks, self.ways)
+        return permute.unpermute(y_NH, routing.weights_TK, by)
+
+
+def _counts(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
+    """Return how many choices of each expert stay, int64."""
+    chosen = experts_TK.flatten()
+    if kept_TK is None:
+        ones = torch.ones_like(chosen)
+    else:
+        ones = kept_TK.flatten().to(chosen.dtype)
+        chosen = chosen.where(kept_TK.flatten(), torch.zeros_like(chosen))
+    return chosen.new_zeros(num_experts).scatter_add_(0, chosen, ones)
+
+
+def _by_expert(coming_Ge: Tensor) -> Tensor:
+    """Return the order that joins each expert's rows, which come rank by rank, expert by expert."""
+    ranks, own = coming_Ge.shape
+    experts = torch.arange(own, device=coming_Ge.device).repeat(ranks)
+    return experts.repeat_interleave(coming_Ge.flatten()).argsort(stable=True)
+
+
+def _copies(x_NH: Tensor, blocks: Sequence[int], ways: int) -> Tensor:
+    """Return each block of rows once for each rank that has a share of its experts."""
+    if ways == 1:
+        return x_NH
+    return torch.cat([part for part in x_NH.split(list(blocks)) for _ in range(ways)])
+
+
+def _summed(y_NH: Tensor, blocks: Sequence[int], ways: int) -> Tensor:
+    """Return the sum of the copies of each block."""
+    if ways == 1:
+        return y_NH
+    parts = y_NH.split([rows for rows in blocks for _ in range(ways)])
+    whole = [torch.stack(parts[i : i + ways]).sum(0) for i in range(0, len(parts), ways)]
+    return torch.cat(whole)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        sent: list[int],
+        received: list[int],
+        counted: Literal["sent", "received"],
+    ) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received, ctx.counted = axis, sent, received, counted
+        return comm.exchange(x.contiguous(), axis, sent, received, counted=counted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        counted: Literal["sent", "received"] = "received" if ctx.counted == "sent" else "sent"
+        grad = comm.exchange(
+            grads[0].contiguous(), ctx.axis, ctx.received, ctx.sent, counted=counted
+        )
+        return grad, None, None, None, None
+
+
+def _exchange(
+    x: Tensor,
+    axis: Axis,
+    sent: list[int],
+    received: list[int],
+    counted: Literal["sent", "received"],
+) -> Tensor:
+    """Send rows to every rank and return what came, differentiably; see `comm.exchange`."""
+    return _Exchange.apply(x, axis, sent, received, counted)  # type: ignore[no-any-return]

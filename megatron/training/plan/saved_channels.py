@@ -1,0 +1,133 @@
+"""What a layer's channel block saves for its backward: an MLP, or experts; from configs alone.
+
+Of experts as many rows are counted as there are if all get equally many: each rank along ``ep`` an
+even share of all choices. How many a rank gets in a run depends on its tokens.
+
+Shapes in comments: N tokens of a rank, f inner width of a rank.
+"""
+
+from megatron.training.plan.attention_bytes import Piece
+from megatron.training.plan.share import Region, Share
+
+INDEX = 8
+"""Bytes of the number of a row, a token or an expert."""
+
+SAVED_BY_ACTIVATION = {
+    "gelu": 0,
+    "gelu_tanh": 0,
+    "squared_relu": 0,  # what is above zero, instead of its input
+    "swiglu": 0,  # the op of its own saves its input alone
+    "geglu": 1,  # the gate's activation
+    "quick_geglu": 2,  # and its sigmoid
+}
+"""What an activation saves beside its input, as multiples of the inner width."""
+
+
+def mlp(share: Share, layer: int) -> list[Region]:
+    """Return the regions of an MLP."""
+    return feed_forward(share, share.config.model.mlp.ffn_hidden_size, "mlp")
+
+
+def activation(share: Share, rows: int, inner: int, of: str) -> tuple[Piece, ...]:
+    """Return what an activation saves, and last what it gives to the second product.
+
+    Args:
+        share: of the rank.
+        rows: tokens that it sees.
+        inner: inner width on the rank.
+        of: begins the names of the pieces.
+    """
+    mlp, size = share.config.model.mlp, share.size
+    one = rows * inner * size
+    more = [
+        Piece(f"{of}activation {i}", one, size) for i in range(SAVED_BY_ACTIVATION[mlp.activation])
+    ]
+    wide = Piece(f"{of}fc1 output", one * (2 if mlp.is_gated else 1), size)
+    return (wide, *more, Piece(f"{of}fc2 input", one, size))
+
+
+def feed_forward(share: Share, width: int, module: str, of: str = "") -> list[Region]:
+    """Return the regions of a feed-forward block.
+
+    Args:
+        share: of the rank.
+        width: inner width in the whole model.
+        module: its name in --recompute-modules.
+        of: begins the names of its pieces.
+    """
+    normed, act = share.normed, activation(share, share.tokens, width // share.tp, of)
+    # The second product's input and, once there are gradients, those of both products' outputs.
+    wide, inner = act[0].size, act[-1].size
+    if module in share.config.model.recompute.modules:
+        late = share.stream + wide + inner + share.output
+        return [Region(module, (normed, *act), late, inputs=(normed,), recomputed=module)]
+    return [
+        Region("in", (normed,), share.stream + wide),
+        Region(module, act, inner + share.output),
+    ]
+
+
+def experts(share: Share, layer: int) -> list[Region]:
+    """Return the regions of a router, its experts and shared experts."""
+    model, modules = share.config.model, share.config.model.recompute.modules
+    width, shared = model.moe.moe_shared_expert_intermediate_size, list[Region]()
+    if width is not None:
+        shared = feed_forward(share, width, "shared_experts", "shared ")
+        if model.moe.moe_shared_expert_gate:
+            gates = share.outer * share.size
+            kept = (Piece("shared output", share.stream, share.size), Piece("gates", gates, 1))
+            shared.append(Region("gate", (share.normed, *kept), share.stream + gates))
+    routed = _routed(share)
+    if "moe" not in modules:
+        return [*routed, *shared]
+    whole = [*routed, *shared]
+    saved = tuple(dict.fromkeys(piece for region in whole for piece in region.saved))
+    late = sum(region.late for region in whole)
+    return [Region("moe", saved, late, inputs=(share.normed,), recomputed="moe")]
+
+
+def _routed(share: Share) -> list[Region]:
+    """Return the regions of what routed experts do, dispatch included."""
+    model, sizes = share.config.model, share.config.axis_sizes
+    moe, size = model.moe, share.size
+    assert moe.num_experts is not None
+    positions = share.tokens // share.samples if share.samples else 0
+    own = share.samples * -(-positions // share.tp)
+    choices = own * model.router.moe_router_topk
+    gathers = moe.moe_token_dispatcher_type == "allgather" and sizes["etp_ep"] > 1
+    # Where tokens are gathered, all ranks' are sorted here.
+    seen = choices * (sizes["etp_ep"] if gathers else 1)
+    rows = choices * sizes["etp"]
+    stream = rows * model.hidden_size * size
+    router = (
+        share.normed,
+        Piece("scores", own * moe.num_experts * share.main, share.main),
+        Piece("experts", choices * INDEX, INDEX),
+        Piece("weights", choices * share.main, share.main),
+    )
+    places = (
+        Piece("order", (rows if gathers else choices) * INDEX, INDEX),
+        Piece("places", seen * INDEX, INDEX),
+    )
+    moved = list(places)
+    if not gathers and sizes["etp_ep"] > 1:
+        moved += [Piece(f"order {way}", rows * INDEX, INDEX) for way in ("here", "back")]
+    act = activation(share, rows, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
+    rows_ = Piece("rows", stream, size)
+    joined = Piece("all weights", seen * share.main, share.main) if gathers else router[-1]
+    back = choices * model.hidden_size * size if not gathers else stream
+    return [
+        Region("router", router, share.stream + own * moe.num_experts * size),
+        Region("dispatch", tuple(moved)),
+        Region("in", (rows_,), rows_.size + act[0].size, offloaded="expert_fc1"),
+        Region(
+            "act",
+            act[:-1],
+            inputs=act[:1],
+            outputs=act[-1:],
+            recomputed="moe_act",
+            offloaded="moe_act",
+        ),
+        Region("out", act[-1:], act[-1].size + stream),
+        Region("combine", (Piece("outputs", back, size), joined, *places)),
+    ]

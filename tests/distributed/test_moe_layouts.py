@@ -1,0 +1,87 @@
+"""A mixture of experts on every layout is the serial one: losses, norms, gradients, weights."""
+
+import pytest
+
+import pretrain_gpt
+from megatron.training.arguments import parse
+from megatron.training.pretrain import Program
+from megatron.training.verification import equality, outcomes
+from megatron.training.verification.outcomes import Outcome
+from megatron.training.verification.small_run import VOCABULARY
+from tests.harness import Pool
+from tools.verify_layout import closed_form
+
+IDS, ITERATIONS = VOCABULARY, 2
+# Epsilon is far above rounding, or Adam would make steps of it.
+BASE = (
+    "--num-layers 4 --hidden-size 24 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16 "
+    f"--micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-2 --mock-data "
+    f"--tokenizer-type NullTokenizer --vocab-size {IDS - 1} --make-vocab-size-divisible-by 8 "
+    "--attention-dropout 0 --hidden-dropout 0 --fp64 --init-method-std 0.2 --device cpu "
+    "--adam-eps 1e-3 --num-experts 8 --moe-ffn-hidden-size 20"
+)
+VARIANTS = {
+    "plain": "--moe-router-topk 2",
+    "rich": (
+        "--position-embedding-type rope --untie-embeddings-and-output-weights --swiglu "
+        "--normalization RMSNorm --disable-bias-linear --group-query-attention "
+        "--num-query-groups 2 --no-calculate-per-token-loss --moe-router-topk 3 "
+        "--moe-layer-freq [0]+[1]*3 --moe-shared-expert-intermediate-size 16 "
+        "--moe-shared-expert-gate"
+    ),
+}
+TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+A2A = "--moe-token-dispatcher-type alltoall"
+LAYOUTS = [
+    (2, f"{EP} 2"),
+    (2, f"{EP} 2 {A2A}"),
+    (2, f"{TP} 2"),
+    (2, f"{TP} 2 {ETP} 1 {EP} 2 {A2A}"),
+    (2, f"{TP} 2 {ETP} 1 --sequence-parallel"),
+    (2, f"{ETP} 2 {A2A}"),
+    (4, f"{TP} 2 --sequence-parallel {EP} 2"),
+    (4, f"{TP} 2 --sequence-parallel {EP} 2 {A2A}"),
+    (4, f"{PP} 2 {EP} 2 {A2A}"),
+    (4, f"{CP} 2 {EP} 4 {A2A}"),
+    (4, f"{EP} 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    (4, f"{EP} 2 {A2A} --use-megatron-fsdp"),
+    (4, f"{EP} 4 {A2A} --use-megatron-fsdp"),
+    (4, f"{EP} 2 {A2A} --data-parallel-sharding-strategy optim_grads"),
+]
+USUAL = (0, 3, 7, 8)
+"""Numbers of the layouts that every run of the tests tries."""
+
+
+def outcome(pool: Pool, world: int, words: str) -> tuple[Outcome, list[outcomes.Traffic]]:
+    """Return what came out of a layout, and what its ranks should have moved."""
+    run = parse(f"{BASE} {words} --dry-run --dry-run-world-size {world}".split()).config
+    program = Program(
+        build_model=pretrain_gpt.build_model,
+        build_datasets=pretrain_gpt.build_datasets,
+        forward_step=pretrain_gpt.forward_step,
+    )
+    case = equality.Case(config=run, program=program, vocabulary=IDS)
+    return equality.run(pool, case), closed_form(run)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def serial(request: pytest.FixtureRequest, pool: Pool) -> tuple[str, Outcome]:
+    return request.param, outcome(pool, 1, VARIANTS[request.param])[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(*layout, marks=() if number in USUAL else pytest.mark.slow)
+        for number, layout in enumerate(LAYOUTS)
+    ],
+)
+def test_equals_the_serial_run(
+    pool: Pool, serial: tuple[str, Outcome], world: int, layout: str
+) -> None:
+    variant, expected = serial
+    found, moved = outcome(pool, world, f"{VARIANTS[variant]} {layout}")
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+    assert found.traffic == moved
