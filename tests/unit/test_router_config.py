@@ -38,7 +38,7 @@ GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_to
         ),
         ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
         ({"moe_input_jitter_eps": 1.0}, "must lie in [0, 1)"),
-        ({"moe_expert_capacity_factor": 0.0}, "must be above 0"),
+        ({"moe_expert_capacity_factor": 0.0}, "must not be zero"),
     ],
 )
 def test_refused(choices: dict[str, object], words: str) -> None:
@@ -78,3 +78,8 @@ def test_names_of_losses() -> None:
         "z_loss": 0.1,
     }
     assert RouterConfig.resolve().loss_weights == {}
+
+
+def test_a_negative_capacity_is_none() -> None:
+    assert RouterConfig.resolve(moe_expert_capacity_factor=-1.0).capacity_factor is None
+    assert RouterConfig.resolve(moe_expert_capacity_factor=1.5).capacity_factor == 1.5

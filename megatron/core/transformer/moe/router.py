@@ -182,7 +182,7 @@ class Router(nn.Module):
         self, experts_TK: Tensor, weights_TK: Tensor, valid_T: Tensor | None, places: "_Places"
     ) -> tuple[int | None, Tensor | None]:
         """Return the capacity of an expert and the choices that are kept; None without one."""
-        factor, topk = self.config.moe_expert_capacity_factor, self.config.moe_router_topk
+        factor, topk = self.config.capacity_factor, self.config.moe_router_topk
         if factor is None:
             return None, None
         limit = capacity.capacity(places.size, topk, self.num_experts, factor)

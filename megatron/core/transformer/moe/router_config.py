@@ -2,7 +2,14 @@
 
 from typing import Literal
 
-from megatron.core.config import Config, as_words, check_above, check_at_least, option
+from megatron.core.config import (
+    Config,
+    as_words,
+    check_above,
+    check_at_least,
+    check_not_zero,
+    option,
+)
 from megatron.core.utils import UserError, divisors
 
 LOSS_NAMES = {
@@ -65,7 +72,8 @@ class RouterConfig(Config):
     """Route by random logits, for measurements of speed."""
 
     moe_expert_capacity_factor: float | None = option(None)
-    """Tokens that an expert takes at most, over an even share of them; what is more is dropped."""
+    """Tokens that an expert takes at most, over an even share of them; what is more is dropped. As
+    in Megatron-LM a negative factor is none."""
 
     moe_pad_expert_input_to_capacity: bool = option(False)
     """Give each expert as many rows as it may take."""
@@ -80,14 +88,15 @@ class RouterConfig(Config):
         check_at_least(self, 1, "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
         check_at_least(self, 0, "moe_z_loss_coeff", "moe_router_bias_update_rate")
         check_at_least(self, 0, "moe_n_hash_layers")
-        check_above(self, 0, "moe_expert_capacity_factor", "moe_router_topk_scaling_factor")
+        check_above(self, 0, "moe_router_topk_scaling_factor")
+        check_not_zero(self, "moe_expert_capacity_factor")
         jitter = self.moe_input_jitter_eps
         if jitter is not None and not 0 <= jitter < 1:
             raise UserError(f"--moe-input-jitter-eps ({jitter}) must lie in [0, 1)")
         self._check_scores()
         self._check_groups()
         self._check_balancing()
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+        if self.moe_pad_expert_input_to_capacity and self.capacity_factor is None:
             raise UserError(
                 "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, such as 1.0"
             )
@@ -160,7 +169,7 @@ class RouterConfig(Config):
 
     def _check_sinkhorn(self) -> None:
         excluded = {
-            "--moe-expert-capacity-factor": self.moe_expert_capacity_factor is not None,
+            "--moe-expert-capacity-factor": self.capacity_factor is not None,
             "--moe-router-num-groups": self.moe_router_num_groups is not None,
             "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
             "--moe-router-pre-softmax": self.moe_router_pre_softmax,
@@ -180,6 +189,12 @@ class RouterConfig(Config):
     def is_sinkhorn(self) -> bool:
         """Experts are assigned by Sinkhorn's algorithm."""
         return self.moe_router_load_balancing_type == ("sinkhorn",)
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """Return the factor of an expert's capacity; None without a limit."""
+        factor = self.moe_expert_capacity_factor
+        return None if factor is None or factor < 0 else factor
 
     @property
     def loss_weights(self) -> dict[str, float]:
