@@ -9,7 +9,6 @@ read.
 import json
 import os
 import pickle
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from megatron.bridge.settings import read_json
 from megatron.core.dist_checkpointing.format import (
+    CHUNK,
     DTYPES,
     Index,
     StoredBox,
@@ -28,10 +28,11 @@ from megatron.core.dist_checkpointing.format import (
     dtype_name,
 )
 from megatron.core.dist_checkpointing.part import write_all
-from megatron.core.dist_checkpointing.publishing import PARTIAL, put_in_place
+from megatron.core.dist_checkpointing.plan import slabs
+from megatron.core.dist_checkpointing.publishing import building, put_in_place
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.save import lacking_space
-from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, as_bytes, slabs
+from megatron.core.dist_checkpointing.save import check_space
+from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, as_bytes
 from megatron.core.sharding import Box, box_slices
 from megatron.core.utils import UserError
 
@@ -254,14 +255,9 @@ def write_weights(
         UserError: there is no room.
         OSError: the file system failed. In both cases nothing is left behind.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with building(folder) as partial:
         total = sum(tensor.bytes for tensor in tensors.values())
-        problem = lacking_space(partial, total)
-        if problem is not None:
-            raise UserError(problem)
+        check_space(partial, total)
         shards = _shards(tensors, most_bytes)
         names = [SAFE]
         if len(shards) > 1:
@@ -274,9 +270,6 @@ def write_weights(
             _write_shard(partial / name, {key: tensors[key] for key in keys}, read, told)
         _write_json(partial / "config.json", settings)
         put_in_place(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return names
 
 
@@ -309,7 +302,7 @@ def _write_shard(
     with open(path, "wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text))
         for name, tensor in tensors.items():
-            for slab in slabs(tuple((0, size) for size in tensor.shape), tensor.itemsize):
+            for slab in slabs(tuple((0, size) for size in tensor.shape), tensor.itemsize, CHUNK):
                 values = read(name, slab)
                 assert values.dtype == DTYPES[tensor.dtype], f"{name}: {values.dtype}"
                 data = as_bytes(values)

@@ -1,5 +1,6 @@
 """The few helpers that every package may use; nothing here imports torch."""
 
+import errno
 import math
 import os
 import tempfile
@@ -103,15 +104,55 @@ def check_file(flag: str, path: str | os.PathLike[str], *, replaces: bool = True
         raise UserError(f"{flag} {path} is a file that one cannot write to")
 
 
+def usable_cores() -> int:
+    """Return the CPU cores that this process may run on; without Linux's masks, all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Return once the names in ``folder`` are on disk.
+
+    Raises:
+        OSError: they could not be flushed. A file system that has no flush of folders, and says
+            that it has none, is taken at its word.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a folder and those above it, if absent; on return their names are on disk.
+
+    Raises:
+        OSError: it cannot be made, or a file has its name.
+    """
+    path = Path(folder).absolute()
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` that replaces it when the block succeeds.
 
-    The file is flushed to disk before the rename, so that a crash leaves the old file or the new
-    one, never a part; when the block raises, the temporary file is removed.
+    The file is flushed to disk before the rename and its name after it, so that a crash or a power
+    cut leaves the old file or the new one, never a part, and the new one once this has returned.
+    When the block raises, the temporary file is removed.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     temporary = Path(name)
@@ -124,5 +165,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
         os.replace(temporary, target)
+        sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from megatron.core import held
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.sampler import sample_order
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
@@ -57,6 +58,7 @@ from megatron.training.plan import accounting
 from megatron.training.planner import Planner
 from megatron.training.processes import setup
 from megatron.training.processes.launch import Launch
+from megatron.training.processes.rank_zero import from_first
 from megatron.training.profiling import Profiler
 from megatron.training.records import log_line, run_status
 from megatron.training.records.metrics import Facts, Metrics
@@ -167,6 +169,8 @@ class Job:
         self.flops_per_sample = 0
         self.memory = MemoryUse(config, mesh)
         self.saver: Saver | None = None
+        self.lease: Lease | None = None
+        """Rank 0's right to save to --save."""
         self.newest: Path | None = None
         """The newest checkpoint of this run."""
 
@@ -176,8 +180,12 @@ class Job:
         Raises:
             RunFailed: training cannot go on, for want of memory too.
         """
-        with held.counting() as self.memory.passing, explained(self.memory, self.pulse):
-            return self._run()
+        try:
+            with held.counting() as self.memory.passing, explained(self.memory, self.pulse):
+                return self._run()
+        finally:
+            if self.lease is not None:
+                self.lease.release()
 
     def _run(self) -> int:
         config = self.config
@@ -188,6 +196,8 @@ class Job:
         if not config.training.skip_train:
             agreement.check_save_folder(self.mesh.world, config.checkpoint.save)
             check_places(config.checkpoint, self.mesh)
+            # Before anything is written there, and before it is known what to start from.
+            from_first(self.mesh.world, self._take_lease)
         tokenizer = build_tokenizer(config.tokenizer)
         tensor_parallel = config.parallel.tensor_model_parallel_size
         vocabulary = resolve_vocabulary(config.tokenizer, tokenizer.vocab_size, tensor_parallel)
@@ -229,6 +239,11 @@ class Job:
             return 0
         built = _Built(data=data, chunks=chunks, optimizer=optimizer, facts=facts, loaded=loaded)
         return self._work(built)
+
+    def _take_lease(self) -> None:
+        save = self.config.checkpoint.save
+        if save is not None:
+            self.lease = Lease(Path(save), say=self.say)
 
     def _build_model(self, vocabulary: Vocabulary) -> Sequence[nn.Module]:
         chunks = build_chunks(self.config, self.mesh, vocabulary, self.program.build_model)
@@ -521,4 +536,4 @@ class Job:
             if progress is not None:
                 progress.saved(of)
 
-        return Saver(checkpoint, self.mesh, chunks, optimizer, facts, self.say, saved)
+        return Saver(checkpoint, self.mesh, chunks, optimizer, facts, self.say, saved, self.lease)

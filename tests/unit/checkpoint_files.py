@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import catalog, format, part, plan, save, staging
+from megatron.core.dist_checkpointing import catalog, format, part, plan, publishing, save, staging
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init, Region, Sharding, box_slices, split, whole
@@ -134,8 +134,8 @@ def buffer_size(t: int, tp: int) -> int:
 
 def write(folder: Path, ranks: list[list[Item]], facts: dict | None = None) -> format.Index:
     """Write as so many ranks, one after the other, and publish as ``folder``."""
-    partial = folder.with_name(folder.name + save.PARTIAL)
-    partial.mkdir(parents=True)
+    partial = publishing.partial_of(folder, publishing.draw_token())
+    publishing.make_partial(partial)
     for rank, items in enumerate(ranks):
         part.write(staging.stage(items), partial, rank)
     return save.publish(partial, folder, len(ranks), facts or {})

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.dist_checkpointing import catalog, format, save
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.publishing import REPLACED
+from megatron.core.dist_checkpointing.publishing import PARTIAL, REPLACED
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from tests.unit.checkpoint_files import WORLD, item, planned, two, write
 
@@ -83,7 +83,7 @@ def test_a_rewrite_that_cannot_be_published_leaves_the_old_one(
 
     def stubborn(source: Path, target: Path) -> None:
         moves.append(target)
-        if str(source).endswith(save.PARTIAL):
+        if str(source).endswith(PARTIAL):
             # Even now the old one is there under a name that a start-up looks for.
             assert [found.name for found in catalog.scan(tmp_path).complete] == [1]
             raise OSError(5, "Input/output error")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import catalog, format, save
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.training.checkpoints import load as checkpoint_load
 from megatron.training.checkpoints import random_states
@@ -69,7 +70,7 @@ def test_ckpt_21_too_little_space_is_said_at_the_start(
 
 
 def test_a_save_clears_what_a_killed_one_left(tmp_path: Path) -> None:
-    (tmp_path / f"iter_0000009{save.PARTIAL}").mkdir(parents=True)
+    (tmp_path / f"iter_0000009{PARTIAL}").mkdir(parents=True)
     Run(tmp_path).train(2).save()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", catalog.TRACKER]
 

@@ -1,12 +1,15 @@
 """Which checkpoint a run starts from, and what it says of the others."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import catalog, save
+from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.publishing import PARTIAL
+from megatron.core.dist_checkpointing.reader import DamagedError
 from megatron.core.utils import UserError
 from megatron.training.checkpoints import source as checkpoint_source
 from megatron.training.state import TrainState
@@ -30,7 +33,7 @@ def test_absent_and_empty_folders_start_from_scratch_with_one_warning(tmp_path: 
 
 def test_a_first_save_that_never_finished_is_named_and_no_obstacle(tmp_path: Path) -> None:
     """Nothing was ever published, so a restart may begin again."""
-    (tmp_path / f"iter_0000010{save.PARTIAL}").mkdir()
+    (tmp_path / f"iter_0000010{PARTIAL}").mkdir()
     run = Run(tmp_path).load()
     assert run.state.iteration == 0 and "never finished" in run.text
 
@@ -129,3 +132,54 @@ def test_stored_config_is_what_use_checkpoint_args_reads(tmp_path: Path) -> None
     Run(tmp_path).train(2).save()
     assert checkpoint_source.stored_config(str(tmp_path), None) == {"lr": 0.1, "split": [9, 1]}
     assert checkpoint_source.stored_config(str(tmp_path / "absent"), None) is None
+
+
+@pytest.mark.parametrize("folder", ["", "non_persistent"])
+def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, folder: str
+) -> None:
+    saved = Run(tmp_path).train(2)
+    saved.save()
+    wanted = saved.weights()
+    newest = Run(tmp_path / folder).load() if not folder else Run(tmp_path / folder)
+    newest.train(3).save()
+    path = tmp_path / folder / "iter_0000003" / "rank00000.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 64
+    path.write_bytes(data)
+    run = Run(tmp_path, seed=9).load()
+    assert run.state.iteration == 2 and equal(run.weights(), wanted)
+    assert f"WARNING: ignored {path.parent}: {path.parent} is damaged" in run.text
+    assert "model.table" in run.text and "at iteration 2" in run.text
+    # What was asked for by name has no substitute, and the check is what finds it.
+    for named in (
+        Run(tmp_path, ckpt_step=3),
+        Run(path.parent),
+        Run(tmp_path / "new", pretrained_checkpoint=str(path.parent.parent)),
+    ):
+        with pytest.raises(DamagedError, match=f"{path.parent} is damaged"):
+            named.load()
+    assert Run(tmp_path, verify_integrity=False).load().state.iteration == 3
+
+
+def test_a_folder_with_another_iterations_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    Run(tmp_path).train(2).save()
+    os.rename(tmp_path / "iter_0000002", tmp_path / "iter_0000007")
+    (tmp_path / catalog.TRACKER).write_text("7")
+    reason = "iter_0000007: it holds iteration 2, .*; call it iter_0000002"
+    with pytest.raises(CheckpointError, match=f"(?s)no complete checkpoint.*{reason}"):
+        Run(tmp_path).load()
+    with pytest.raises(UserError, match=f"(?s)--ckpt-step.*{reason}"):
+        Run(tmp_path, ckpt_step=7).load()
+    assert Run(tmp_path / "iter_0000007").load().state.iteration == 2
+    Run(tmp_path, seed=5).train(1).save()
+    run = Run(tmp_path).load()
+    assert run.state.iteration == 1 and "it holds iteration 2" in run.text
+
+
+@pytest.mark.parametrize("flag", ["load", "pretrained_checkpoint"])
+def test_a_file_in_place_of_the_folder_is_named_by_its_flag(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "afile").touch()
+    named = f"--{flag.replace('_', '-')} ({tmp_path / 'afile'}) is a file"
+    with pytest.raises(UserError, match=re.escape(named)):
+        Run(tmp_path / "new", **{flag: str(tmp_path / "afile")}).load()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import stream
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.plan import uncovered, volume
+from megatron.core.dist_checkpointing.plan import slabs, uncovered, volume
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.statistics import difference, statistics
-from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, share_out, slabs
+from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, share_out
 from megatron.core.sharding import Box, box_slices
 
 VALUES = {

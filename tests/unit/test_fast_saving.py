@@ -3,6 +3,7 @@
 import ctypes
 import os
 import random
+import re
 import threading
 import time
 import zlib
@@ -183,11 +184,18 @@ def test_what_does_not_fit_the_memory_is_written_before_it_may_change(
     assert not waiting.is_alive() and under_way.finish() is not None
 
 
+def unfinished(folder: Path) -> Path:
+    """Return the one thing in a folder: a save of ``one`` that has not ended."""
+    (found,) = folder.iterdir()
+    assert re.fullmatch(r"one\.[0-9a-f]{8}\.partial", found.name)
+    return found
+
+
 def test_nothing_is_published_while_a_thread_writes(tmp_path: Path, gate: Gate) -> None:
     under_way = background(tmp_path / "one", made(), HostBuffer())
     under_way.settle()  # copies are made, none is written
     assert not under_way.written(CPU)
-    assert os.listdir(tmp_path) == ["one.partial"]
+    assert unfinished(tmp_path).is_dir()
     gate.open()
     assert under_way.finish() is not None
     assert os.listdir(tmp_path) == ["one"]
@@ -199,8 +207,7 @@ def test_a_save_that_is_given_up_is_no_checkpoint(tmp_path: Path, gate: Gate) ->
     threading.Timer(0.1, gate.open).start()
     under_way.abandon()
     assert under_way.written(CPU)
-    assert os.listdir(tmp_path) == ["one.partial"]
-    assert "rank00000.done" not in os.listdir(tmp_path / "one.partial")
+    assert "rank00000.done" not in os.listdir(unfinished(tmp_path))
 
 
 def test_a_save_is_rescued_without_a_word_to_other_ranks(tmp_path: Path) -> None:
@@ -214,9 +221,9 @@ def test_a_rescue_without_all_ranks_parts_publishes_nothing(tmp_path: Path) -> N
     under_way = background(tmp_path / "one", made(), HostBuffer())
     under_way.written(CPU)
     under_way._join()
-    os.unlink(tmp_path / "one.partial" / part.mark(0))
+    os.unlink(unfinished(tmp_path) / part.mark(0))
     assert under_way.rescue(0.1) is None
-    assert os.listdir(tmp_path) == ["one.partial"]
+    assert unfinished(tmp_path).is_dir()
 
 
 @pytest.mark.skipif(

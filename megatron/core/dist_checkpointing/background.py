@@ -26,14 +26,16 @@ from megatron.core import comm
 from megatron.core.dist_checkpointing.format import Index
 from megatron.core.dist_checkpointing.part import Part, mark
 from megatron.core.dist_checkpointing.plan import Item
-from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.core.dist_checkpointing.save import (
+    SaveError,
     agree,
+    agreed_partial,
     agreed_publish,
     attempt,
     prepare,
     publish,
     removing,
+    whatever,
 )
 from megatron.core.dist_checkpointing.staging import HostBuffer, stage
 from megatron.core.mesh import Axis
@@ -50,6 +52,7 @@ class BackgroundSave:
         buffer: where copies lie; nobody else may use it until the save ends. Pieces beyond its
             limit are written before `settle` returns.
         prepare_thread: called in every writing thread of the background.
+        allowed: called on rank 0 before it publishes; raises OSError if it must not.
 
     Raises:
         SaveError: the folder cannot be made, or what all ranks write does not fit.
@@ -63,9 +66,10 @@ class BackgroundSave:
         world: Axis,
         buffer: HostBuffer,
         prepare_thread: Callable[[], None] | None = None,
+        allowed: Callable[[], None] = lambda: None,
     ) -> None:
         self.final, self._facts, self._world = final, dict(facts), world
-        self._partial = final.with_name(final.name + PARTIAL)
+        self._allowed, self._partial = allowed, agreed_partial(final, world)
         self._part: Part | None = None
         self._problem: str | None = None
         self._given_up = False
@@ -109,12 +113,15 @@ class BackgroundSave:
         self._settled.wait()
 
     def _attempt(self, action: Callable[[], None]) -> None:
+        if self._problem is not None:
+            return
         try:
-            self._problem = self._problem or attempt(action, True)
+            problem = attempt(action, True)
         except Exception as error:
             # Such as no memory for the copies. Others must learn of it; the thread tells the rest.
             self._problem = f"{type(error).__name__}: {error}"
             raise
+        self._problem = self._problem or problem  # it may have been given up meanwhile
 
     def written(self, device: torch.device) -> bool:
         """Return whether every rank's thread has ended; a collective of the world."""
@@ -126,12 +133,15 @@ class BackgroundSave:
         """Wait for every rank's part and publish; a collective of the world. Rank 0 gets the index.
 
         Raises:
-            SaveError: some rank could not write; every rank raises, and nothing is left behind.
+            SaveError: some rank could not write; every rank raises, and nothing is left behind,
+                unless the message says so.
         """
         self._join()
         with removing(self._partial, self._world):
             agree(self._problem, self._world)
-            return agreed_publish(self._partial, self.final, self._facts, self._world)
+            return agreed_publish(
+                self._partial, self.final, self._facts, self._world, self._allowed
+            )
 
     def rescue(self, seconds: float) -> Index | None:
         """End the save without a collective, when training cannot go on: publish if all is there.
@@ -139,6 +149,9 @@ class BackgroundSave:
         Every rank waits for its own thread. Rank 0 waits as long as ``seconds`` more for the marks
         of the others, which may be there no longer; without all of them nothing is published. The
         others wait for that as long: a rank that ends takes rank 0 with it. Rank 0 gets the index.
+
+        Raises:
+            SaveError: all is there, but it could not be published.
         """
         self._join()
         if self._problem is not None:
@@ -152,10 +165,13 @@ class BackgroundSave:
         published: list[Index] = []
 
         def act() -> None:
+            self._allowed()
             published.append(publish(self._partial, self.final, self._world.size, self._facts))
 
-        attempt(act, True)
-        return published[0] if published else None
+        problem = whatever(act, True)
+        if problem is not None:
+            raise SaveError(problem)
+        return published[0]
 
     def abandon(self) -> None:
         """End the thread without finishing; what it wrote stays a folder that is no checkpoint."""

@@ -2,16 +2,18 @@
 
     SAVE/iter_0000010/                          a checkpoint; `format.open_complete` knows if whole
     SAVE/latest_checkpointed_iteration.txt      the tracker: an iteration, or ``release``
-    SAVE/iter_0000020.partial/                  a save that has not ended (or never will)
+    SAVE/iter_0000020.3f9a1c07.partial/         a save that has not ended (or never will)
 
 Whoever starts takes the newest complete checkpoint. The tracker decides which that is: it moves
 after each save, and somebody may set it back by hand. Only a checkpoint published after the tracker
 was last written is newer (a save that was stopped between its two steps), and one that is not whole
-(its index, or a file's size) falls through to the one before it; checksums are compared later, and
-what does not match them is an error. Everything passed over is named with its reason. Checkpoints
-of other programs count as well; they are looked into only when they are to be loaded (`opened`).
+(its index, or a file's size) or is not of the iteration in its name falls through to the one before
+it; checksums are compared later, with the same effect. Everything passed over is named with its
+reason. Checkpoints of other programs count as well; they are looked into only when they are to be
+loaded (`opened`).
 """
 
+import functools
 import os
 import shutil
 from dataclasses import dataclass, field, replace
@@ -19,8 +21,14 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from megatron.core.dist_checkpointing.detect import format_of, mark_of, open_index
-from megatron.core.dist_checkpointing.format import FORMAT, CheckpointError, Index
-from megatron.core.dist_checkpointing.publishing import PARTIAL, REPLACED
+from megatron.core.dist_checkpointing.format import (
+    FORMAT,
+    INDEX,
+    CheckpointError,
+    Index,
+    read_index,
+)
+from megatron.core.dist_checkpointing.publishing import PARTIAL, REPLACED, clear_partials
 from megatron.core.utils import atomic_path
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -158,7 +166,7 @@ def _examine(catalog: Catalog, name: Name, folder: Path) -> None:
         if kind not in (FORMAT, None):
             catalog.complete.append(Found(name, folder, Index(format=kind)))
             return
-        catalog.complete.append(Found(name, folder, open_index(folder)))
+        catalog.complete.append(_named_truly(Found(name, folder, open_index(folder))))
     except CheckpointError as error:
         catalog.ignored[folder] = str(error)
 
@@ -167,9 +175,23 @@ def opened(found: Found) -> Found:
     """Return what was found, another program's checkpoint with its whole index.
 
     Raises:
-        CheckpointError: that one is not whole, or cannot be read.
+        CheckpointError: that one is not whole, cannot be read, or is of another iteration than its
+            name says.
     """
-    return found if found.is_ours else replace(found, index=open_index(found.folder))
+    if found.is_ours:
+        return found
+    return _named_truly(replace(found, index=open_index(found.folder)))
+
+
+def _named_truly(found: Found) -> Found:
+    """Return what was found, unless somebody has given it the name of another iteration."""
+    iteration = found.index.facts.get("iteration", found.name)
+    if found.name not in (RELEASE, iteration):
+        raise CheckpointError(
+            f"it holds iteration {iteration}, so that it is not what its name says; call it "
+            f"{folder_name(iteration)}, or name the folder itself to load it"
+        )
+    return found
 
 
 def newest(catalog: Catalog) -> Found | None:
@@ -197,16 +219,19 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear(root: Path) -> None:
-    """Remove what stopped saves and removals left behind; no save may be under way."""
-    for ending in (PARTIAL, DELETED):
-        for leftover in root.glob(f"*{ending}"):
-            remove(leftover)
+def clear(root: Path) -> list[Path]:
+    """Remove what stopped saves and removals left behind; no save of this process is under way.
+
+    Returns what it left alone, since another writer may still fill it.
+    """
+    for leftover in root.glob(f"*{DELETED}"):
+        remove(leftover)
     for leftover in root.glob(f"*{REPLACED}"):
         if (root / leftover.name.removesuffix(REPLACED)).exists():
             shutil.rmtree(leftover, ignore_errors=True)
     for leftover in root.glob(f".{TRACKER}.*"):
         leftover.unlink(missing_ok=True)
+    return clear_partials(root)
 
 
 def prune(root: Path, keep_last: int, retain_interval: int | None) -> list[Path]:
@@ -215,22 +240,48 @@ def prune(root: Path, keep_last: int, retain_interval: int | None) -> list[Path]
     Kept are the newest ``keep_last`` up to the one that the tracker names, multiples of
     ``retain_interval``, folders with a file called ``keep``, and all that is not complete, not in
     our format, or beyond the tracker. A folder is renamed before it is removed, so a stop in
-    between leaves no checkpoint that looks whole.
+    between leaves no checkpoint that looks whole. Each index is read once by a process, however
+    often this is called.
     """
-    catalog = scan(root)
-    if not isinstance(catalog.tracker, int):
+    limit = read_tracker(root)
+    if not isinstance(limit, int):
         return []
-    limit = catalog.tracker
-    older = [found for found in catalog.complete if found.is_ours and isinstance(found.name, int)]
-    older = sorted((f for f in older if int(f.name) <= limit), key=lambda f: int(f.name))
+    older = {
+        name: folder
+        for folder in root.iterdir()
+        if isinstance(name := _parse(folder.name), int) and name <= limit and _is_whole(folder)
+    }
     removed = []
-    for found in older[:-keep_last]:
-        iteration = int(found.name)
+    for iteration in sorted(older)[:-keep_last]:
+        folder = older[iteration]
         retained = retain_interval is not None and iteration % retain_interval == 0
-        if retained or (found.folder / PIN).exists():
+        if retained or (folder / PIN).exists():
             continue
-        doomed = found.folder.with_name(found.folder.name + DELETED)
-        os.rename(found.folder, doomed)
+        doomed = folder.with_name(folder.name + DELETED)
+        os.rename(folder, doomed)
         remove(doomed)
-        removed.append(found.folder)
+        removed.append(folder)
     return removed
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder is a complete checkpoint of ours, of the iteration in its name."""
+    try:
+        status = os.stat(folder / INDEX)
+    except FileNotFoundError:
+        return False
+    sizes = _sizes(folder, status.st_ino, status.st_size, status.st_mtime_ns)
+    return sizes is not None and all(
+        (folder / name).exists() and os.stat(folder / name).st_size == size for name, size in sizes
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(folder: Path, *stamp: int) -> tuple[tuple[str, int], ...] | None:
+    """Return the files that an index names; None if it is not whole. ``stamp``: of the index."""
+    try:
+        index = read_index(folder)
+        _named_truly(Found(_parse(folder.name) or 0, folder, index))
+    except CheckpointError:
+        return None
+    return tuple(index.files.items())

@@ -260,12 +260,3 @@ def open_complete(folder: Path) -> Index:
         if found != size:
             raise CheckpointError(f"{folder / name} has {found} bytes instead of {size}")
     return index
-
-
-def sync_folder(folder: Path) -> None:
-    """Return once the names in ``folder`` are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError
-from megatron.core.dist_checkpointing.plan import Item, Piece, decoded
+from megatron.core.dist_checkpointing.plan import Item, Piece, decoding
 from megatron.core.dist_checkpointing.reader import READERS, DamagedError, Reader, TensorFacts
+from megatron.core.dist_checkpointing.save import attempt
 from megatron.core.dist_checkpointing.strictness import (
     LENIENT_ABOUT_MISSING,
     STRICT_ABOUT_UNEXPECTED,
@@ -24,6 +25,8 @@ from megatron.core.mesh import Axis
 
 PART = 2 * CHUNK
 """Bytes of a tensor above which several threads share it."""
+DECODED = READERS * PART
+"""Bytes of numbers in a form of their own that are decoded at a time."""
 
 
 @dataclass
@@ -67,13 +70,7 @@ def load(
     """
     items = list(items)
     if verify:
-        mine = sorted(checkpoint.files)[world.coordinate :: world.size]
-        damages = _all(checkpoint.damages(mine), world)
-        if damages:
-            raise DamagedError(
-                f"{checkpoint.folder} is damaged: the bytes are not those that were written:\n  "
-                + "\n  ".join(damages)
-            )
+        check_bytes(checkpoint, world)
     stored = checkpoint.tensors
     report = LoadReport(checkpoint.hash)
     chosen = {item.key: source_of(item, stored) for item in items}
@@ -98,13 +95,30 @@ def load(
     _fill(checkpoint, [(source, piece) for item, source in plain for piece in item.pieces])
     for item, source in there:
         if item.coded is not None:
-            with decoded(item, item.coded) as pieces:
+            for pieces in decoding(item, item.coded, DECODED):
                 _fill(checkpoint, [(source, piece) for piece in pieces])
     for item, source in there:
         report.bytes += sum(piece.tensor.nbytes for piece in item.pieces)
         report.tensors += 1
         _note(item, source, stored[source], report)
     return report
+
+
+def check_bytes(checkpoint: Reader, world: Axis) -> None:
+    """Compare every checksum; the ranks share the files. A collective of ``world``.
+
+    Raises:
+        DamagedError: bytes are not those that were written, or cannot be read; by every rank.
+    """
+    mine = sorted(checkpoint.files)[world.coordinate :: world.size]
+    found: list[str] = []
+    problem = attempt(lambda: found.extend(checkpoint.damages(mine)), True)
+    damages = _all(found if problem is None else [*found, problem], world)
+    if damages:
+        raise DamagedError(
+            f"{checkpoint.folder} is damaged: the bytes are not those that were written:\n  "
+            + "\n  ".join(damages)
+        )
 
 
 def _fill(checkpoint: Reader, wanted: Sequence[tuple[str, Piece]]) -> None:

@@ -11,14 +11,13 @@ have: every rank reads what is here, and what it lacks is sent by a rank that ha
 layout, and the places of the ranks, may be others than those that saved.
 """
 
-import bisect
 import functools
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,20 @@ from megatron.core.dist_checkpointing.format import (
 )
 from megatron.core.dist_checkpointing.local_copies import ALONE, Copies, exchange, part_name
 from megatron.core.dist_checkpointing.part import mark, write
-from megatron.core.dist_checkpointing.plan import Item, intersection
+from megatron.core.dist_checkpointing.plan import Item, intersection, relative, slabs, volume
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import (
     SaveError,
     agree,
     attempt,
+    check_space,
     join,
-    lacking_space,
+    whatever,
 )
 from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
-from megatron.core.sharding import Box
+from megatron.core.sharding import Box, box_shape, box_slices
+from megatron.core.utils import make_folder
 
 _NAME = re.compile(r"iter_(\d+)-([0-9a-f]{12})")
 
@@ -82,10 +83,12 @@ def save_local(
     world: Axis,
     device: torch.device,
     copies: Copies = ALONE,
+    allowed: Callable[[], None] = lambda: None,
 ) -> tuple[Path, int]:
     """Save what each rank owns to its machine's ``root``, then remove older saves there.
 
     A collective of ``world``. Returns the folder and the bytes of all ranks, without copies.
+    ``allowed`` is called before, and raises OSError where nothing may be saved.
 
     Raises:
         SaveError: it failed on some rank; every rank raises, and older saves are as they were.
@@ -95,17 +98,20 @@ def save_local(
     staged = stage(items)
     rank = world.coordinate
     try:
-        problem = attempt(lambda: folder.mkdir(parents=True, exist_ok=True), True)
+        agree(whatever(allowed, True), world)
+        problem = whatever(lambda: make_folder(folder), True)
         everyone = comm.gather_objects((place(root), staged.bytes), world)
-        agree(problem or _lacking(folder, rank, everyone, copies), world)
+        if problem is None:
+            problem = whatever(lambda: _check_space(folder, rank, everyone, copies), True)
+        agree(problem, world)
         parts: list[Index] = []
-        agree(attempt(lambda: parts.append(write(staged, folder, rank)), True), world)
+        agree(whatever(lambda: parts.append(write(staged, folder, rank)), True), world)
         part = parts[0]
         part.facts = {**facts, "published": published, "ranks": world.size}
         if copies.count > 1:
             exchange(folder, part, world, device, copies)
         # The names of parts make the save: the last thing that each rank writes.
-        agree(attempt(lambda: write_index(part, folder / part_name(rank)), True), world)
+        agree(whatever(lambda: write_index(part, folder / part_name(rank)), True), world)
     except SaveError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -123,13 +129,13 @@ def _saves(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
 
 
-def _lacking(
+def _check_space(
     folder: Path, rank: int, everyone: list[tuple[tuple[str, str], int]], copies: Copies
-) -> str | None:
-    """Say why all that goes to this rank's disk does not fit there; None if it does."""
+) -> None:
+    """Refuse what goes to this rank's disk if all of it does not fit; as `save.check_space`."""
     here, sizes = everyone[rank][0], [size for _, size in everyone]
     inside = [other for other, (where, _) in enumerate(everyone) if where == here]
-    return lacking_space(folder, sum(sizes[p] for r in inside for p in copies.partners(r)))
+    check_space(folder, sum(sizes[p] for r in inside for p in copies.partners(r)))
 
 
 def find_local(
@@ -212,7 +218,8 @@ class LocalCheckpoint(Checkpoint):
     def __init__(self, root: Path | None, found: LocalFound, world: Axis, device: torch.device):
         super().__init__((root or Path()) / found.name, found.index)
         self.found, self.world, self.device = found, world, device
-        self._received: dict[str, list[tuple[int, Tensor]]] = {}
+        self._received: dict[tuple[str, int], list[tuple[Box, Tensor]]] = {}
+        """What others sent of each stored box, as boxes of the tensor."""
 
     def damages(
         self,
@@ -227,40 +234,77 @@ class LocalCheckpoint(Checkpoint):
         return super().damages(self.found.checked, told)
 
     def fetch(self, wanted: Iterable[tuple[str, Box]]) -> None:
-        """Receive what boxes of tensors need and this machine lacks; a collective of the world."""
-        lacking = set(self._lacking(wanted))
-        everyone = comm.gather_objects(sorted(lacking), self.world)
-        problem = None
-        for file, offset, length in sorted({one for rank in everyone for one in rank}):
-            data = torch.zeros(length, dtype=torch.uint8)
-            if self.found.holders[file] == self.world.coordinate and problem is None:
-                read = functools.partial(super()._read, file, data, offset)
-                problem = attempt(read, True)  # nobody else is left waiting
-            self._send(data, self.found.holders[file])
-            if (file, offset, length) in lacking:
-                self._received.setdefault(file, []).append((offset, data))
-        agree(problem, self.world, CheckpointError)
+        """Receive what boxes of tensors need and this machine lacks; a collective of the world.
 
-    def _lacking(self, wanted: Iterable[tuple[str, Box]]) -> Iterator[tuple[str, int, int]]:
+        Kept is what this rank asks for and no more; what is under way is one chunk, whoever wants
+        it and however large the stored box is.
+        """
+        lacking = self._lacking(wanted)
+        everyone = comm.gather_objects(
+            {place: [box for box, _ in parts] for place, parts in lacking.items()}, self.world
+        )
+        asked: dict[tuple[str, int], list[Box]] = {}
+        for one in everyone:
+            for place, boxes in one.items():
+                asked.setdefault(place, []).extend(boxes)
+        problem = None
+        for place in sorted(asked):
+            problem = self._pass_on(place, asked[place], lacking.get(place, []), problem)
+        agree(problem, self.world, CheckpointError)
+        self._received = lacking
+
+    def _lacking(
+        self, wanted: Iterable[tuple[str, Box]]
+    ) -> dict[tuple[str, int], list[tuple[Box, Tensor]]]:
+        """Return memory for what is asked for of each stored box that is not on this machine."""
+        found: dict[tuple[str, int], list[tuple[Box, Tensor]]] = {}
         for key, box in wanted:
             stored = self.index.tensors[key]
-            for one in stored.boxes:
-                if intersection(one.box, box) is not None and one.file not in self.found.own:
-                    yield one.file, one.offset, stored.bytes_of(one)
+            for number, one in enumerate(stored.boxes):
+                common = intersection(one.box, box)
+                if common is not None and one.file not in self.found.own:
+                    memory = torch.empty(box_shape(common), dtype=stored.torch_dtype)
+                    found.setdefault((key, number), []).append((common, memory))
+        return found
 
-    def _send(self, data: Tensor, holder: int) -> None:
-        """Give bytes that one rank has to all ranks."""
-        for start in range(0, len(data), CHUNK):
-            part = data[start : start + CHUNK]
-            moved = part.to(self.device)
-            comm.broadcast(moved, self.world, holder)
-            part.copy_(moved)
+    def _pass_on(
+        self,
+        place: tuple[str, int],
+        asked: Sequence[Box],
+        mine: Sequence[tuple[Box, Tensor]],
+        problem: str | None,
+    ) -> str | None:
+        """Give what is asked for of a stored box to all ranks; return what was in the way."""
+        stored = self.index.tensors[place[0]]
+        one = stored.boxes[place[1]]
+        holder, offset = self.found.holders[one.file], one.offset
+        for slab in slabs(one.box, stored.torch_dtype.itemsize, CHUNK):
+            length = volume(slab) * stored.torch_dtype.itemsize
+            if any(intersection(slab, box) is not None for box in asked):
+                chunk = torch.zeros(length, dtype=torch.uint8)
+                if holder == self.world.coordinate and problem is None:
+                    read = functools.partial(self._read, one.file, chunk, offset)
+                    problem = attempt(read, True)  # nobody else is left waiting
+                moved = chunk.to(self.device)
+                comm.broadcast(moved, self.world, holder)
+                chunk.copy_(moved)
+                block = chunk.view(stored.torch_dtype).view(box_shape(slab))
+                for box, memory in mine:
+                    common = intersection(slab, box)
+                    if common is not None:
+                        part = block[box_slices(relative(common, slab))]
+                        memory[box_slices(relative(common, box))] = part
+            offset += length
+        return problem
 
-    def _read(self, file: str, out: Tensor, offset: int) -> None:
-        """Fill a flat uint8 tensor from a file, or from what was received of it."""
-        received = self._received.get(file)
+    def _fill_from(self, key: str, number: int, common: Box, target: Tensor) -> None:
+        """Fill a view from a stored box, or from what was received of it."""
+        received = self._received.get((key, number))
         if received is None:
-            super()._read(file, out, offset)
+            super()._fill_from(key, number, common, target)
             return
-        start, data = received[bisect.bisect([first for first, _ in received], offset) - 1]
-        out.copy_(data[offset - start : offset - start + out.numel()])
+        for box, memory in received:
+            if intersection(box, common) == common:
+                target.copy_(memory[box_slices(relative(common, box))])
+                return
+        raise AssertionError(f"{key} {common} was not fetched")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CHUNK, Index, parse_index, write_index
 from megatron.core.dist_checkpointing.part import write_all
-from megatron.core.dist_checkpointing.save import agree, attempt
+from megatron.core.dist_checkpointing.save import agree, whatever
 from megatron.core.mesh import Axis
 
 
@@ -67,15 +67,15 @@ def exchange(folder: Path, part: Index, world: Axis, device: torch.device, copie
         size = min(CHUNK, length - start)
         chunk = torch.zeros(size, dtype=torch.uint8)
         if problem is None:  # whoever cannot read goes on to pass on, so that nobody waits
-            problem = attempt(functools.partial(stream.read_into, chunk), True)
+            problem = whatever(functools.partial(stream.read_into, chunk), True)
         passed = chunk.to(device)
         for one in others:
             passed = comm.shift(passed, ring).wait()
             if problem is None:  # whoever cannot write goes on to pass on
-                problem = attempt(functools.partial(writers[one].add, passed), True)
+                problem = whatever(functools.partial(writers[one].add, passed), True)
     stream.close()
     for copy in writers.values():
-        problem = problem or attempt(copy.finish, True)
+        problem = problem or whatever(copy.finish, True)
         copy.close()
     agree(problem, world)
 

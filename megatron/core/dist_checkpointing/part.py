@@ -9,7 +9,6 @@ and memory bandwidth, no more.
 """
 
 import ctypes
-import math
 import os
 import sys
 import threading
@@ -32,9 +31,9 @@ from megatron.core.dist_checkpointing.format import (
     dtype_name,
     write_index,
 )
-from megatron.core.dist_checkpointing.plan import Piece, values
+from megatron.core.dist_checkpointing.plan import Piece, chunks, values
 from megatron.core.dist_checkpointing.staging import Staged
-from megatron.core.utils import round_up
+from megatron.core.utils import round_up, usable_cores
 
 WRITERS = 4
 """Threads that write a part, at most: one checks about a gigabyte in a second, disks take more."""
@@ -145,7 +144,7 @@ class Part:
         chunks = [chunk for entry in entries for chunk in _chunks(entry)]
         if not chunks:
             return
-        threads = min(WRITERS, len(chunks), len(os.sched_getaffinity(0)))
+        threads = min(WRITERS, len(chunks), usable_cores())
         with ThreadPoolExecutor(threads, initializer=prepare) as writers:
             checksums = writers.map(self._put_chunk, chunks)
             for (entry, data, _), crc in zip(chunks, checksums, strict=True):
@@ -222,19 +221,6 @@ def write(staged: Staged, folder: Path, rank: int) -> Index:
 def _chunks(entry: _Entry) -> Iterator[tuple[_Entry, Tensor, int]]:
     """Yield an entry's chunks in row-major order, each with its place in the file."""
     offset = entry.offset
-    for block in _blocks(entry.piece.tensor):
+    for block in chunks(entry.piece.tensor, CHUNK):
         yield entry, block, offset
         offset += block.nbytes
-
-
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of at most `CHUNK` bytes that hold ``tensor`` in row-major order."""
-    if tensor.nbytes <= CHUNK:
-        if tensor.numel():
-            yield tensor
-    elif tensor.is_contiguous():
-        yield from tensor.reshape(-1).split(CHUNK // tensor.element_size())
-    else:
-        row = math.prod(tensor.shape[1:]) * tensor.element_size()
-        for rows in tensor.split(max(CHUNK // row, 1)):
-            yield from _blocks(rows if row <= CHUNK else rows[0])

@@ -10,12 +10,11 @@ it needs; rows that only pad a vocabulary lie in no region and are neither writt
 Saving takes owners only (give ``coordinates``), loading everything that is held.
 
 Numbers that are kept in a form of their own (`Coded`) are decoded while they are written or filled,
-a chunk or an item at a time: pieces of them are views of a tensor without memory.
+some chunks at a time: pieces of them are views of a tensor without memory.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +40,14 @@ class Coded(Protocol):
         """Set all numbers."""
         ...
 
+    def __getitem__(self, part: slice) -> "Coded":
+        """Return a part as a view; it starts at a multiple of `CUT`."""
+        ...
+
+
+CUT = 64
+"""Where numbers of a form of their own may be cut: no less than this is encoded at once."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -64,9 +71,7 @@ def values(view: Tensor, coded: Coded | None) -> Tensor:
     """Return the numbers of a piece, or of a part of one: its view, or a decoded copy."""
     if coded is None or not view.numel():
         return view
-    start = int(view.storage_offset())
-    steps = zip(view.shape, view.stride(), strict=True)
-    flat = coded.decoded(start, start + 1 + sum((n - 1) * step for n, step in steps))
+    flat = coded.decoded(*_extent(view))
     return flat.as_strided(view.shape, view.stride())
 
 
@@ -87,16 +92,58 @@ class Item:
         return self.pieces[0].coded if self.pieces else None
 
 
-@contextmanager
-def decoded(item: Item, coded: Coded) -> Iterator[Sequence[Piece]]:
-    """Give pieces to copy into instead of an item's own; at the end all of them are encoded."""
-    flat = coded.decoded(0, coded.numel())
-    views = [(piece.box, piece.tensor) for piece in item.pieces]
-    yield [
-        Piece(box, flat.as_strided(view.shape, view.stride(), view.storage_offset()))
-        for box, view in views
-    ]
-    coded.copy_(flat)
+def decoding(item: Item, coded: Coded, limit: int) -> Iterator[list[Piece]]:
+    """Yield pieces to copy into instead of an item's own; each list is encoded before the next.
+
+    No more than ``limit`` bytes are decoded at a time. What is encoded together, `CUT` numbers, is
+    never in two lists.
+    """
+    step = max(limit // item.dtype.itemsize // CUT, 1) * CUT
+    for start in range(0, coded.numel(), step):
+        stop = min(start + step, coded.numel())
+        flat = coded.decoded(start, stop)
+        yield [
+            Piece(box, flat.as_strided(view.shape, view.stride(), view.storage_offset() - start))
+            for piece in item.pieces
+            for box, view in _within(piece.box, piece.tensor, start, stop)
+        ]
+        coded[start:stop].copy_(flat)
+
+
+def _within(box: Box, view: Tensor, start: int, stop: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the parts of a view that lie in [start, stop) of its storage, by halving it."""
+    first, last = _extent(view)
+    if first >= stop or last <= start:
+        return
+    if start <= first and last <= stop:
+        yield box, view
+        return
+    dim = next(number for number, size in enumerate(view.shape) if size > 1)
+    (low, high), half = box[dim], view.shape[dim] // 2
+    for size, offset in ((half, 0), (high - low - half, half)):
+        edges = (low + offset, low + offset + size)
+        part = (*box[:dim], edges, *box[dim + 1 :])
+        yield from _within(part, view.narrow(dim, offset, size), start, stop)
+
+
+def _extent(view: Tensor) -> tuple[int, int]:
+    """Return from where to where a view that is not empty lies in its storage, in elements."""
+    first = int(view.storage_offset())
+    steps = zip(view.shape, view.stride(), strict=True)
+    return first, first + 1 + sum((size - 1) * step for size, step in steps)
+
+
+def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Yield views of at most ``limit`` bytes that hold ``tensor`` in row-major order."""
+    if tensor.nbytes <= limit:
+        if tensor.numel():
+            yield tensor
+    elif tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(limit // tensor.element_size())
+    else:
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        for rows in tensor.split(max(limit // row, 1)):
+            yield from chunks(rows if row <= limit else rows[0], limit)
 
 
 def of_tensor(
@@ -230,6 +277,26 @@ def shifted(box: Box, source: Box, target: Box) -> Box:
         (start - old + new, stop - old + new)
         for (start, stop), (old, _), (new, _) in zip(box, source, target, strict=True)
     )
+
+
+def slabs(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """Yield boxes that tile ``box`` in row-major order, each of at most ``limit`` bytes.
+
+    An element is never cut, so that a limit below its size gives single elements.
+    """
+    if not box:
+        yield box
+        return
+    (start, stop), inner = box[0], box[1:]
+    row = volume(inner) * itemsize
+    if row <= limit or not inner:
+        step = max(limit // row, 1) if row else max(stop - start, 1)
+        for first in range(start, stop, step):
+            yield ((first, min(first + step, stop)), *inner)
+        return
+    for number in range(start, stop):
+        for rest in slabs(inner, itemsize, limit):
+            yield ((number, number + 1), *rest)
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

@@ -1,28 +1,95 @@
 """Putting a folder in place, whole or not at all.
 
-Whoever writes a checkpoint, or an export of one, writes beside its place and renames at the end. An
-older folder of the same name goes aside for the moment between two renames; `catalog` knows it, and
-takes it for the checkpoint as long as nothing else has its name.
+Whoever writes a checkpoint, or an export of one, writes beside its place and renames at the end:
+
+    iter_0000010.3f9a1c07.partial/      what one writer fills; the number is drawn for it alone
+
+so that two writers of one checkpoint never share a file, whatever else goes wrong. An older folder
+of the same name goes aside for the moment between two renames; `catalog` knows it, and takes it
+for the checkpoint as long as nothing else has its name.
 """
 
+import glob
 import os
+import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.format import sync_folder
+from megatron.core.dist_checkpointing import writer
+from megatron.core.utils import make_folder, sync_folder
 
 PARTIAL = ".partial"
 """Ending of the folder that a save writes into; one that stays behind is no checkpoint."""
 REPLACED = ".replaced"
 """Ending of an older folder of the same name, for the moment between two renames."""
+PATIENCE = 600.0
+"""Seconds without a change after which a writer on another machine is taken to be dead."""
+
+
+class InPlaceError(OSError):
+    """A folder is in its place, whole, but something after that failed."""
+
+
+def draw_token() -> str:
+    """Return a number that no other writer has."""
+    return secrets.token_hex(4)
+
+
+def partial_of(final: Path, token: str) -> Path:
+    """Return the folder that the writer with ``token`` fills, to become ``final``."""
+    return final.with_name(f"{final.name}.{token}{PARTIAL}")
+
+
+def make_partial(partial: Path) -> None:
+    """Make a folder to fill, with the name of its writer in it.
+
+    Raises:
+        OSError: it cannot be made, or is there already.
+    """
+    make_folder(partial.parent)
+    os.mkdir(partial)
+    writer.sign(partial)
+
+
+def clear_partials(root: Path, pattern: str = "*") -> list[Path]:
+    """Remove what stopped writers have left in ``root``; return what somebody may still fill."""
+    kept = []
+    for leftover in sorted(root.glob(f"{pattern}{PARTIAL}")):
+        if writer.may_live(leftover, PATIENCE):
+            kept.append(leftover)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+    return kept
+
+
+@contextmanager
+def building(final: Path) -> Iterator[Path]:
+    """Yield a folder to fill and `put_in_place`; it is removed when the block raises.
+
+    What stopped writers of the same ``final`` have left goes first.
+    """
+    if final.parent.is_dir():
+        clear_partials(final.parent, f"{glob.escape(final.name)}.*")
+    partial = partial_of(final, draw_token())
+    make_partial(partial)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def put_in_place(partial: Path, final: Path) -> None:
     """Rename ``partial``, whose files are on disk, to ``final``, in the place of an older one.
 
     Raises:
-        OSError: a rename failed; the older one is then where it was.
+        InPlaceError: ``final`` is there, but may not survive a power cut.
+        OSError: a rename failed; the older one is then where it was, unless another writer has
+            just put its own there.
     """
+    (partial / writer.RECORD).unlink(missing_ok=True)
     sync_folder(partial)
     old = final.with_name(final.name + REPLACED)
     if final.exists():
@@ -31,8 +98,14 @@ def put_in_place(partial: Path, final: Path) -> None:
     try:
         os.rename(partial, final)
     except OSError:
-        if old.exists():
+        if old.exists() and not final.exists():
             os.rename(old, final)
         raise
-    sync_folder(final.parent)
+    try:
+        sync_folder(final.parent)
+    except OSError as error:
+        raise InPlaceError(
+            f"{final} is in place and whole, but its name could not be flushed to disk, so that it "
+            f"may not survive a power cut: {error}"
+        ) from error
     shutil.rmtree(old, ignore_errors=True)

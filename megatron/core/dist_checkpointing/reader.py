@@ -182,15 +182,21 @@ class Checkpoint:
         """Read one box of a tensor into a view, converting to its dtype."""
         stored = self.index.tensors[key]
         found = 0
-        for box in stored.boxes:
+        for number, box in enumerate(stored.boxes):
             common = intersection(box.box, piece.box)
             if common is None:
                 continue
             target = piece.tensor[box_slices(relative(common, piece.box))]
-            wanted = box_slices(relative(common, box.box))
-            self._fill(stored, box, box_shape(box.box), box.offset, wanted, target)
+            self._fill_from(key, number, common, target)
             found += volume(common)
         assert found == volume(piece.box), f"{key} {piece.box}: {found} elements found"
+
+    def _fill_from(self, key: str, number: int, common: Box, target: Tensor) -> None:
+        """Read a box of a tensor, which lies in its stored box ``number``, into a view."""
+        stored = self.index.tensors[key]
+        box = stored.boxes[number]
+        wanted = box_slices(relative(common, box.box))
+        self._fill(stored, box, box_shape(box.box), box.offset, wanted, target)
 
     def _fill(
         self,

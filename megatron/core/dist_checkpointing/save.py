@@ -6,12 +6,14 @@ index (`part`); `publish`, on rank 0 alone, joins the parts, checks that every e
 tensor is there exactly once, and renames the folder. None of the three communicates, so `write` may
 run in the background (`background`); `save` is the three in a row for all ranks. Until the rename,
 older checkpoints are not touched and nothing looks like a new one; when a step fails on any rank,
-all raise `SaveError` and the folder goes.
+for whatever reason, all raise `SaveError` and the folder goes.
 """
 
 import os
 import shutil
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +30,19 @@ from megatron.core.dist_checkpointing.format import (
 )
 from megatron.core.dist_checkpointing.part import mark, write
 from megatron.core.dist_checkpointing.plan import Item, uncovered
-from megatron.core.dist_checkpointing.publishing import PARTIAL, put_in_place
+from megatron.core.dist_checkpointing.publishing import (
+    draw_token,
+    make_partial,
+    partial_of,
+    put_in_place,
+)
 from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
 from megatron.core.utils import human_bytes
 
 
 class SaveError(Exception):
-    """A checkpoint was not written; the older ones are as they were."""
+    """A save failed, and left nothing behind if it does not say so; older checkpoints are whole."""
 
 
 def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) -> Index:
@@ -44,6 +51,7 @@ def publish(partial: Path, final: Path, ranks: int, facts: Mapping[str, Any]) ->
     Raises:
         CheckpointError: a part is missing or has another size, or the parts do not hold every
             element of every tensor exactly once.
+        InPlaceError: the checkpoint is there, but may not survive a power cut.
         OSError: the file system failed.
     """
     index = join([_read_part(partial, rank) for rank in range(ranks)])
@@ -99,18 +107,37 @@ def lacking_space(folder: Path, size: int) -> str | None:
     return f"{folder} has {human_bytes(free)} free, a checkpoint takes {human_bytes(size)}"
 
 
-def save(items: Iterable[Item], final: Path, facts: Mapping[str, Any], world: Axis) -> Index | None:
+def save(
+    items: Iterable[Item],
+    final: Path,
+    facts: Mapping[str, Any],
+    world: Axis,
+    allowed: Callable[[], None] = lambda: None,
+) -> Index | None:
     """Write and publish a checkpoint; a collective of ``world``. Rank 0 gets its index.
 
+    Args:
+        items: what this rank writes.
+        final: the checkpoint's folder.
+        facts: what the run says of itself.
+        world: all ranks.
+        allowed: called on rank 0 before it publishes; raises OSError if it must not.
+
     Raises:
-        SaveError: it failed on some rank; every rank raises, and nothing is left behind.
+        SaveError: it failed on some rank; every rank raises, and nothing is left behind, unless the
+            message says so.
     """
-    partial = final.with_name(final.name + PARTIAL)
+    partial = agreed_partial(final, world)
     staged = stage(items)
     with removing(partial, world):
         prepare(partial, staged.bytes, world)
-        agree(attempt(lambda: write(staged, partial, world.coordinate), True), world)
-        return agreed_publish(partial, final, facts, world)
+        agree(whatever(lambda: write(staged, partial, world.coordinate), True), world)
+        return agreed_publish(partial, final, facts, world, allowed)
+
+
+def agreed_partial(final: Path, world: Axis) -> Path:
+    """Return the folder that this save alone writes into; a collective of ``world``."""
+    return partial_of(final, comm.broadcast_object(draw_token(), world))
 
 
 @contextmanager
@@ -131,21 +158,31 @@ def prepare(partial: Path, size: int, world: Axis) -> None:
         SaveError: it cannot be made, or what all ranks write does not fit.
     """
     first = world.coordinate == 0
-    problem = attempt(lambda: _make(partial), first)
+    problem = whatever(lambda: make_partial(partial), first)
     sizes = comm.gather_objects(size, world)
-    if first and problem is None:
-        problem = lacking_space(partial, sum(sizes))
+    if problem is None:
+        problem = whatever(lambda: check_space(partial, sum(sizes)), first)
     agree(problem, world)
 
 
-def _make(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+def check_space(folder: Path, size: int) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        CheckpointError: ``size`` bytes do not fit on the disk of ``folder``.
+        OSError: nobody can say whether they do.
+    """
+    problem = lacking_space(folder, size)
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def agreed_publish(
-    partial: Path, final: Path, facts: Mapping[str, Any], world: Axis
+    partial: Path,
+    final: Path,
+    facts: Mapping[str, Any],
+    world: Axis,
+    allowed: Callable[[], None] = lambda: None,
 ) -> Index | None:
     """Let rank 0 publish what all ranks wrote, and give it the index; a collective of ``world``.
 
@@ -155,9 +192,10 @@ def agreed_publish(
     published: list[Index] = []
 
     def act() -> None:
+        allowed()
         published.append(publish(partial, final, world.size, facts))
 
-    agree(attempt(act, world.coordinate == 0), world)
+    agree(whatever(act, world.coordinate == 0), world)
     return published[0] if published else None
 
 
@@ -169,6 +207,20 @@ def attempt(action: Callable[[], object], mine: bool) -> str | None:
     except (OSError, CheckpointError) as error:
         return str(error)
     return None
+
+
+def whatever(action: Callable[[], object], mine: bool) -> str | None:
+    """Do ``action`` if it is this rank's; say what went wrong, whatever it is.
+
+    For saves: other ranks must learn of it, or they wait for this one, and a run that cannot save
+    now may yet go on and save later. What is no failure of files is a fault of the program or lack
+    of memory, so that its trace is printed too.
+    """
+    try:
+        return attempt(action, mine)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        return f"{type(error).__name__}: {error}"
 
 
 def agree(problem: str | None, world: Axis, error: type[Exception] = SaveError) -> None:

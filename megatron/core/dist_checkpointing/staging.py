@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.format import ALIGNMENT
-from megatron.core.dist_checkpointing.plan import Item, Piece, values
+from megatron.core.dist_checkpointing.format import ALIGNMENT, CHUNK
+from megatron.core.dist_checkpointing.plan import Item, Piece, chunks, values
 from megatron.core.utils import round_up
 
 
@@ -118,7 +118,14 @@ def _places(pieces: list[Piece], limit: int | None) -> tuple[dict[int, int], int
 
 
 def _copied(piece: Piece, memory: Tensor) -> Piece:
-    source = values(piece.tensor, piece.coded)
-    copy = memory[: source.nbytes].view(source.dtype).view(source.shape)
-    copy.copy_(source, non_blocking=True)
-    return Piece(piece.box, copy)
+    view = piece.tensor
+    copy = memory[: view.nbytes].view(view.dtype)
+    if piece.coded is None:
+        copy.view(view.shape).copy_(view, non_blocking=True)
+    else:  # a chunk of it is decoded at a time
+        done = 0
+        for part in chunks(view, CHUNK):
+            place = copy[done : done + part.numel()].view(part.shape)
+            place.copy_(values(part, piece.coded), non_blocking=True)
+            done += part.numel()
+    return Piece(piece.box, copy.view(view.shape))

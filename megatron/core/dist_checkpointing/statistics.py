@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.plan import volume
-from megatron.core.dist_checkpointing.stream import ReadSlab, slabs
+from megatron.core.dist_checkpointing.plan import slabs, volume
+from megatron.core.dist_checkpointing.stream import ReadSlab
 from megatron.core.sharding import Box
 
 Told = Callable[[str, int], None]

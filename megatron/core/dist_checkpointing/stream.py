@@ -10,9 +10,8 @@ are cut between rows.
 
 import math
 import os
-import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,15 @@ from megatron.core.dist_checkpointing.format import (
     ALIGNMENT,
     CHUNK,
     DTYPES,
-    CheckpointError,
     Index,
     StoredBox,
     StoredTensor,
     write_index,
 )
 from megatron.core.dist_checkpointing.part import mark, write_all
-from megatron.core.dist_checkpointing.plan import volume
-from megatron.core.dist_checkpointing.publishing import PARTIAL
-from megatron.core.dist_checkpointing.save import lacking_space, publish
+from megatron.core.dist_checkpointing.plan import slabs, volume
+from megatron.core.dist_checkpointing.publishing import building
+from megatron.core.dist_checkpointing.save import check_space, publish
 from megatron.core.sharding import Box
 from megatron.core.utils import round_up
 
@@ -57,26 +55,6 @@ class Shape:
     def bytes(self) -> int:
         """Return the bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
-
-
-def slabs(box: Box, itemsize: int, limit: int = CHUNK) -> Iterator[Box]:
-    """Yield boxes that tile ``box`` in row-major order, each of at most ``limit`` bytes.
-
-    An element is never cut, so that a limit below its size gives single elements.
-    """
-    if not box:
-        yield box
-        return
-    (start, stop), inner = box[0], box[1:]
-    row = volume(inner) * itemsize
-    if row <= limit or not inner:
-        step = max(limit // row, 1) if row else max(stop - start, 1)
-        for first in range(start, stop, step):
-            yield ((first, min(first + step, stop)), *inner)
-        return
-    for number in range(start, stop):
-        for rest in slabs(inner, itemsize, limit):
-            yield ((number, number + 1), *rest)
 
 
 def share_out(tensors: Mapping[str, Shape], files: int) -> list[list[tuple[str, Box]]]:
@@ -132,23 +110,14 @@ def write(
 
     Raises:
         CheckpointError: there is no room for it.
-        OSError: the file system failed. In both cases nothing is left behind.
+        OSError: the file system failed. Nothing is left behind, unless the message says so.
     """
-    partial = final.with_name(final.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        size = sum(round_up(tensor.bytes, ALIGNMENT) for tensor in tensors.values())
-        problem = lacking_space(partial, size)
-        if problem is not None:
-            raise CheckpointError(problem)
+    with building(final) as partial:
+        check_space(partial, sum(round_up(one.bytes, ALIGNMENT) for one in tensors.values()))
         for number, share in enumerate(share_out(tensors, files)):
             part = _write_file(partial, number, tensors, share, read, told)
             write_index(part, partial / mark(number))
         return publish(partial, final, files, facts)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_file(
@@ -169,7 +138,7 @@ def _write_file(
     with open(partial / name, "wb", buffering=0) as file:
         for key, box in share:
             stored, crc = index.tensors[key], 0
-            for slab in slabs(box, tensors[key].itemsize):
+            for slab in slabs(box, tensors[key].itemsize, CHUNK):
                 data = as_bytes(read(key, slab))
                 crc = zlib.crc32(data, crc)
                 write_all(file.fileno(), data)

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import load
+from megatron.core.dist_checkpointing.load import check_bytes, load
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Mesh
@@ -32,7 +32,7 @@ from megatron.training.checkpoints.contents import (
     random_key,
 )
 from megatron.training.checkpoints.facts import RunFacts
-from megatron.training.checkpoints.recovery import newest_local, open_source
+from megatron.training.checkpoints.recovery import Local, newest_local, open_source
 from megatron.training.checkpoints.source import Source, choose
 from megatron.training.processes.rank_zero import from_first
 from megatron.training.state import TrainState
@@ -76,10 +76,8 @@ def load_checkpoint(
         UserError: there is something to load, but it cannot be, or does not fit; with a schedule
             other than the stored one and no flag to say which, too.
     """
-    # One rank chooses, so that all take the same checkpoint.
     local = newest_local(config, mesh, say)
-    on_disks = local.source if local is not None else None
-    source = from_first(mesh.world, lambda: choose(config, say, on_disks))
+    source = _sound(config, mesh, local, say)
     if source is None:
         return Loaded(TrainState(), run.schedule)
     begin, folder, facts = time.monotonic(), source.found.folder, source.found.index.facts
@@ -114,13 +112,8 @@ def load_checkpoint(
                 mesh.world,
                 strictness=config.dist_ckpt_strictness,
                 set_aside=_set_aside(config, with_optimizer),
-                verify=config.verify_integrity,
                 fits=follow,
             )
-        except DamagedError as error:
-            raise DamagedError(
-                f"{error}\n--ckpt-step takes another checkpoint of {folder.parent}."
-            ) from None
         except CheckpointError as error:
             raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
         if with_optimizer and optimizer is not None:
@@ -146,6 +139,34 @@ def load_checkpoint(
         f"hash {report.hash}"
     )
     return Loaded(state, schedules[-1], folder, report.hash, parts)
+
+
+def _sound(config: CheckpointConfig, mesh: Mesh, local: Local | None, say: Say) -> Source | None:
+    """Return what to load, its checksums compared; None to start from scratch. A collective.
+
+    One that is damaged is passed over with a warning, as one that is not whole is.
+
+    Raises:
+        UserError: as `source.choose`; or a damaged one was asked for by name, or is the last.
+    """
+    damaged: dict[Path, str] = {}
+    on_disks = local.source if local is not None else None
+    while True:
+        # One rank chooses, so that all take the same checkpoint.
+        source = from_first(mesh.world, lambda: choose(config, say, on_disks, damaged))
+        if source is None or not config.verify_integrity:
+            return source
+        folder = source.found.folder
+        with open_source(source, local, mesh) as checkpoint:
+            try:
+                check_bytes(checkpoint, mesh.world)
+                return source
+            except DamagedError as error:
+                if source.is_named:
+                    raise DamagedError(
+                        f"{error}\n--ckpt-step takes another checkpoint of {folder.parent}."
+                    ) from None
+                damaged[folder] = str(error)  # `choose` tells it
 
 
 def _progress(facts: Mapping[str, Any], config: CheckpointConfig, say: Say) -> TrainState:

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.catalog import Found
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.load import source_of
 from megatron.core.dist_checkpointing.local import (
     LocalCheckpoint,
@@ -46,6 +47,7 @@ def save_recovery(
     state: TrainState,
     run: RunFacts,
     say: Say,
+    lease: Lease | None = None,
 ) -> Saved:
     """Save where recovery checkpoints are, and drop the last one; as `save.save_checkpoint`.
 
@@ -57,7 +59,7 @@ def save_recovery(
     if not recovery.is_local:
         there = str(recovery.shared_folder(config.save))
         alone = replace(config, save=there, save_keep_last=1, save_retain_interval=None)
-        return saving.save_checkpoint(alone, mesh, models, optimizer, state, run, say)
+        return saving.save_checkpoint(alone, mesh, models, optimizer, state, run, say, lease)
     begin = time.monotonic()
     say(f"saving local checkpoint at iteration {state.iteration:7d}")
     # One name on all machines, however each calls the folder of checkpoints.
@@ -71,6 +73,7 @@ def save_recovery(
             mesh.world,
             mesh.device,
             Copies(*recovery.copies()),
+            saving.check_of(lease),
         )
     except SaveError as error:
         say(f"WARNING: saving iteration {state.iteration} to local disks failed: {error}")
@@ -142,7 +145,7 @@ def newest_local(config: CheckpointConfig, mesh: Mesh, say: Say) -> Local | None
 
 
 def open_source(
-    source: Source, local: Local | None, mesh: Mesh, wanted: Sequence[Item]
+    source: Source, local: Local | None, mesh: Mesh, wanted: Sequence[Item] = ()
 ) -> Checkpoint:
     """Open what is to be loaded; of a local one, get what this machine lacks of ``wanted``.
 
@@ -158,7 +161,7 @@ def open_source(
         for piece in item.pieces
         if (key := source_of(item, tensors)) is not None
     ]
-    if random_key(mesh) in tensors:
+    if wanted and random_key(mesh) in tensors:
         states = tensors[random_key(mesh)]
         boxes.append((random_key(mesh), tuple((0, size) for size in states.shape)))
     checkpoint.fetch(boxes)

@@ -1,7 +1,7 @@
 """Saving a run: what it is at the boundary of an iteration, published whole or not at all."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from torch import nn
 from megatron.core import comm
 from megatron.core.dist_checkpointing import catalog, plan
 from megatron.core.dist_checkpointing.format import Index
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.save import (
     SaveError,
     agree,
-    attempt,
     lacking_space,
     save,
+    whatever,
 )
 from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Mesh
@@ -52,19 +53,21 @@ def save_checkpoint(
     state: TrainState,
     run: RunFacts,
     say: Say,
+    lease: Lease | None = None,
 ) -> Saved:
     """Save to ``config.save``, move the tracker, and drop what retention does not keep.
 
     A collective of the world, at the boundary of an iteration. A failure (full disk, quota ...) is
-    reported and returned; older checkpoints and the tracker are then as they were.
+    reported and returned; older checkpoints and the tracker are then as they were. Rank 0 gives its
+    ``lease``: without it being valid nothing is saved.
     """
     begin = time.monotonic()
     final = announced(config, state, say)
     everything = contents(config, mesh, models, optimizer)
     stored = facts(config, mesh, optimizer, state, run)
     try:
-        clear(final.parent, mesh)
-        index = save(everything, final, stored, mesh.world)
+        clear(final.parent, mesh, say, lease)
+        index = save(everything, final, stored, mesh.world, check_of(lease))
         move_tracker(final.parent, state.iteration, mesh)
     except SaveError as error:
         return failed(config, state.iteration, error, time.monotonic() - begin, say)
@@ -109,19 +112,34 @@ def _tensors(
     )
 
 
-def clear(root: Path, mesh: Mesh) -> None:
+def clear(root: Path, mesh: Mesh, say: Say, lease: Lease | None) -> None:
     """Remove what saves that were stopped have left; a collective of the world.
 
     Raises:
-        SaveError: rank 0 could not; every rank raises.
+        SaveError: rank 0 could not, or its lease is lost; every rank raises.
     """
-    agree(attempt(lambda: catalog.clear(root), mesh.world.coordinate == 0), mesh.world)
+
+    def act() -> None:
+        check_of(lease)()
+        for kept in catalog.clear(root):
+            say(f"WARNING: {kept} is left alone: another process may still write there")
+
+    agree(whatever(act, mesh.world.coordinate == 0), mesh.world)
+
+
+def check_of(lease: Lease | None) -> Callable[[], None]:
+    """Return what raises if a lease is lost."""
+    return lease.check if lease is not None else lambda: None
 
 
 def move_tracker(root: Path, iteration: int, mesh: Mesh) -> None:
     """Make a published checkpoint the newest; collective, and raises, as `clear`."""
     first = mesh.world.coordinate == 0
-    agree(attempt(lambda: catalog.write_tracker(root, iteration), first), mesh.world)
+    problem = whatever(lambda: catalog.write_tracker(root, iteration), first)
+    if problem is not None:
+        there = root / catalog.folder_name(iteration)
+        problem = f"{there} is in place and whole, but moving the tracker failed: {problem}"
+    agree(problem, mesh.world)
 
 
 def failed(

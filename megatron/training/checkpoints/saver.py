@@ -8,7 +8,9 @@ last save of a process is never in the background: there is no training to hide 
 """
 
 import copy
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 
 from megatron.core.dist_checkpointing import catalog, priority
 from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.save import SaveError
 from megatron.core.dist_checkpointing.staging import HostBuffer
 from megatron.core.mesh import Mesh
@@ -55,6 +58,7 @@ class Saver:
         run: what the run says of itself.
         say: takes lines for the log.
         saved: told the folder of every checkpoint when it is there, and the state it holds.
+        lease: rank 0's right to save there; nothing is saved when it is lost.
 
     Raises:
         UserError: the system refuses the priorities of the writing threads.
@@ -69,10 +73,11 @@ class Saver:
         run: RunFacts,
         say: Say,
         saved: Callable[[Path, TrainState], None],
+        lease: Lease | None = None,
     ) -> None:
         self._config, self._mesh, self._say = config, mesh, say
         self._models, self._optimizer, self._run = models, optimizer, run
-        self._saved = saved
+        self._saved, self._lease = saved, lease
         self._buffer = HostBuffer(config.speed.host_limit)
         self._pending: _Pending | None = None
         self.longest = 0.0
@@ -113,6 +118,7 @@ class Saver:
             state,
             self._run,
             self._say,
+            self._lease,
         )
         self._ended(saved, state, last)
 
@@ -131,6 +137,7 @@ class Saver:
             state,
             self._run,
             self._say,
+            self._lease,
         )
         self._ended(saved, state, last=False)
 
@@ -178,12 +185,26 @@ class Saver:
     def rescue(self, *, alike: bool) -> None:
         """End the save that is under way when training has failed; no collective.
 
+        What goes wrong here is a warning: the failure of training is what counts.
+
         Args:
             alike: every rank has failed for the same reason, so that all parts will be there.
         """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
+        try:
+            self._end(pending, alike=alike)
+        except SaveError as error:
+            self._say(f"WARNING: the save that was under way was not finished: {error}")
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self._say(
+                f"WARNING: ending the save that was under way failed: {type(error).__name__}: "
+                f"{error}; what is in {pending.save.final.parent} is found at the next start"
+            )
+
+    def _end(self, pending: _Pending, *, alike: bool) -> None:
         if not alike and self._mesh.world.size > 1:
             pending.save.abandon()
             return
@@ -197,7 +218,7 @@ class Saver:
         begun = time.monotonic()
         final = saving.announced(self._config, state, self._say)
         try:
-            saving.clear(final.parent, self._mesh)
+            saving.clear(final.parent, self._mesh, self._say, self._lease)
             save = BackgroundSave(
                 saving.contents(self._config, self._mesh, self._models, self._optimizer),
                 final,
@@ -205,6 +226,7 @@ class Saver:
                 self._mesh.world,
                 self._buffer,
                 self._lower if priority.settable() else None,
+                saving.check_of(self._lease),
             )
         except SaveError as error:
             seconds = time.monotonic() - begun

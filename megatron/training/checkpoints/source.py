@@ -4,13 +4,17 @@ Absent or empty, ``--load`` means a start from scratch, with one warning; a fold
 claims to be a checkpoint but no complete one is an error, since starting over would be a surprise.
 What was passed over is always named.
 
+What turns out not to match its checksums is passed over like the rest: `choose` is asked again,
+without it. One that a flag names (--ckpt-step, the folder of one checkpoint) has no substitute.
+
 A run may save in several places: recovery checkpoints are in a folder beside the regular ones, in
 another one, or on the machines' own disks (`local`). The newest complete one of all is taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.dist_checkpointing import catalog
@@ -29,15 +33,23 @@ class Source:
     found: Found
     weights_only: bool
     """Take the weights and start at iteration 0."""
+    is_named: bool
+    """A flag names this one, so that no other will do."""
 
 
-def choose(config: CheckpointConfig, say: Say, local: Found | None = None) -> Source | None:
+def choose(
+    config: CheckpointConfig,
+    say: Say,
+    local: Found | None = None,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+) -> Source | None:
     """Return what to load; None to start from scratch.
 
     Args:
         config: of checkpoints.
         say: prints a line.
         local: the newest complete one on the machines' own disks.
+        damaged: folders to pass over, with the reason.
 
     Raises:
         UserError: --ckpt-step is not there, nothing complete is, or nothing at all is with
@@ -45,17 +57,24 @@ def choose(config: CheckpointConfig, say: Say, local: Found | None = None) -> So
     """
     if config.load is not None:
         apart = config.recovery.non_persistent_global_ckpt_dir
-        found = find(config.load, config.ckpt_step, say, apart=apart, local=local)
+        found = find(config.load, config.ckpt_step, say, apart=apart, local=local, damaged=damaged)
         if found is not None:
             # A release is weights alone, as Megatron-LM's loading has it too.
-            return Source(found, config.finetune or found.name == catalog.RELEASE)
+            is_fresh = config.finetune or found.name == catalog.RELEASE
+            is_named = config.ckpt_step is not None or found.folder == Path(config.load)
+            return Source(found, is_fresh, is_named)
     if config.pretrained_checkpoint is not None:
-        found = find(config.pretrained_checkpoint, config.pretrained_step, say)
+        found = find(
+            config.pretrained_checkpoint,
+            config.pretrained_step,
+            say,
+            flag="--pretrained-checkpoint",
+        )
         if found is None:
             raise UserError(
                 f"--pretrained-checkpoint ({config.pretrained_checkpoint}) holds no checkpoint"
             )
-        return Source(found, True)
+        return Source(found, True, True)
     if config.load is not None:
         if config.exit_on_missing_checkpoint:
             raise UserError(
@@ -78,6 +97,8 @@ def find(
     *,
     apart: str | None = None,
     local: Found | None = None,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+    flag: str = "--load",
 ) -> Found | None:
     """Return the checkpoint of iteration ``step``, or the newest; None when there is nothing.
 
@@ -87,29 +108,24 @@ def find(
         say: prints a line.
         apart: another folder of recovery checkpoints than the one inside of ``folder``.
         local: a recovery checkpoint on the machines' own disks.
+        damaged: folders to pass over where ``step`` names none, with the reason.
+        flag: what named ``folder``.
 
     Raises:
         UserError: ``step`` is not there, or something is there but nothing complete.
     """
     root = Path(folder)
     if root.exists() and not root.is_dir():
-        raise UserError(f"checkpoint folder {folder} is a file")
+        raise UserError(f"{flag} ({folder}) is a file; give a folder of checkpoints")
     if format_of(root) is not None:
-        # The folder of one checkpoint instead of the folder that holds it.
-        index = open_index(root)
-        number = int(index.facts.get("iteration", 0))
-        if step not in (None, number):
-            raise UserError(
-                f"--ckpt-step ({step}), but {folder} is one checkpoint, of iteration {number}; "
-                "name the folder that holds it, or leave --ckpt-step out"
-            )
-        return Found(catalog.RELEASE if root.name == catalog.RELEASE else number, root, index)
+        return _the_one(root, step)
     held = catalog.scan(root)
     others = _recovery(root, apart, say) + ([local] if local is not None else [])
     if step is not None:
         return _of_step(held, others, step)
     for path in held.unfinished:
         say(f"{path} is a save that never finished; it is ignored")
+    _pass_over(held, others, damaged, say)
     chosen = _newest(held)
     recovery = max(others, key=lambda found: found.published, default=None)
     if recovery is not None and (chosen is None or catalog.is_later(held, chosen, recovery)):
@@ -126,6 +142,18 @@ def find(
     return chosen
 
 
+def _the_one(folder: Path, step: int | None) -> Found:
+    """Return the checkpoint that ``folder`` is, instead of holding some, whatever its name."""
+    index = open_index(folder)
+    number = int(index.facts.get("iteration", 0))
+    if step not in (None, number):
+        raise UserError(
+            f"--ckpt-step ({step}), but {folder} is one checkpoint, of iteration {number}; "
+            "name the folder that holds it, or leave --ckpt-step out"
+        )
+    return Found(catalog.RELEASE if folder.name == catalog.RELEASE else number, folder, index)
+
+
 def _newest(held: Catalog) -> Found | None:
     """Return the newest one that can be opened; those that cannot be are noted."""
     while (chosen := catalog.newest(held)) is not None:
@@ -135,6 +163,16 @@ def _newest(held: Catalog) -> Found | None:
             held.complete.remove(chosen)
             held.ignored[chosen.folder] = str(error)
     return None
+
+
+def _pass_over(held: Catalog, others: list[Found], damaged: Mapping[Path, str], say: Say) -> None:
+    """Take what is damaged out of both lists, and name it."""
+    for found in [one for one in held.complete if one.folder in damaged]:
+        held.complete.remove(found)
+        held.ignored[found.folder] = damaged[found.folder]
+    for found in [one for one in others if one.folder in damaged]:
+        others.remove(found)
+        say(f"WARNING: ignored {found.folder}: {damaged[found.folder]}")
 
 
 def _recovery(root: Path, apart: str | None, say: Say) -> list[Found]:

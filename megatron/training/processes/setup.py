@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.core.config import Config
 from megatron.core.mesh import GroupOptions, Mesh
-from megatron.core.utils import Say, UserError
+from megatron.core.utils import Say, UserError, usable_cores
 from megatron.training.config import RunConfig
 from megatron.training.process_config import ProcessConfig
 from megatron.training.processes import agent_store, meeting
@@ -138,7 +138,7 @@ def set_threads(
     if device.type != "cpu" or launch.world_size == 1 or "OMP_NUM_THREADS" in environ:
         return
     processes = launch.local_world_size or launch.world_size
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, usable_cores() // processes)
     torch.set_num_threads(threads)
     say(f"threads per process: {threads} (set OMP_NUM_THREADS to choose)")
 

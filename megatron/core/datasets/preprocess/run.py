@@ -30,7 +30,7 @@ from megatron.core.datasets.preprocess.sources import Source, Span, find_sources
 from megatron.core.datasets.preprocess.workers import encode_blocks
 from megatron.core.datasets.sidecar import sidecar_path, write_json
 from megatron.core.progress import Progress
-from megatron.core.utils import UserError, check_folder, human_bytes
+from megatron.core.utils import UserError, check_folder, human_bytes, usable_cores
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,6 @@ def prepare(
     parser = Parser(config.json_keys, config.max_record_bytes)
     encoder = Encoder(tokenizer, parser, splitter, config.append_eod)
     return Job(config, tokenizer, sources, encoder, config.workers or usable_cores(), check)
-
-
-def usable_cores() -> int:
-    """Return the CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_columns(source: Source, keys: Sequence[str]) -> None:

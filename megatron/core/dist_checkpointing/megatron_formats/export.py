@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -35,9 +34,9 @@ from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats import names, state
 from megatron.core.dist_checkpointing.megatron_formats.dcp import METADATA
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import COMMON, MASTER
-from megatron.core.dist_checkpointing.publishing import PARTIAL, put_in_place
+from megatron.core.dist_checkpointing.publishing import building, put_in_place
 from megatron.core.dist_checkpointing.reader import Reader
-from megatron.core.dist_checkpointing.save import lacking_space
+from megatron.core.dist_checkpointing.save import check_space
 from megatron.core.sharding import Box
 
 LARGEST = 256 * 2**20
@@ -77,21 +76,12 @@ def export_torch_dist(
         OSError: the file system failed; ``folder`` is then as it was.
     """
     entries = _entries(reader)
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with building(folder) as partial:
         has_masters = any(key.startswith("optimizer.master.") for key in reader.tensors)
         common = state.common_state(reader.facts, has_masters=has_masters)
-        size = sum(entry.bytes for entry in entries.values())
-        problem = lacking_space(partial, size)
-        if problem is not None:
-            raise CheckpointError(problem)
-        _write(reader, entries, common, partial, told)
+        check_space(partial, sum(entry.bytes for entry in entries.values()))
+        _write(reader, entries, common, partial, folder.name, told)
         put_in_place(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _entries(reader: Reader) -> dict[str, _Entry]:
@@ -184,6 +174,7 @@ def _write(
     entries: dict[str, _Entry],
     common: dict[str, Any],
     folder: Path,
+    name: str,
     told: Callable[[str, int], None],
 ) -> None:
     with open(folder / _DATA, "wb") as stream:
@@ -209,7 +200,7 @@ def _write(
         _sync(file)
     metadata = Metadata(writer.kinds)
     metadata.storage_data = writer.places
-    metadata.storage_meta = StorageMeta(folder.name.removesuffix(PARTIAL), str(uuid.uuid4()))
+    metadata.storage_meta = StorageMeta(name, str(uuid.uuid4()))
     with open(folder / METADATA, "wb") as file:
         pickle.dump(metadata, file)
         _sync(file)
