@@ -201,20 +201,25 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(
     ]
 
 
-def load_what_is_damaged(rank: int, folder: str) -> str:
-    """Load a checkpoint and return the error."""
+def load_what_is_damaged(rank: int, folder: str) -> tuple[str, str]:
+    """Load a checkpoint by name and return the error; load the newest, and return which it was."""
     mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
     chunks, optimizer = build(mesh)
     before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
-    config, schedule = CheckpointConfig(load=folder), ScheduleConfig(lr=0.1)
+    config, schedule = CheckpointConfig(load=folder, ckpt_step=3), ScheduleConfig(lr=0.1)
     with pytest.raises(DamagedError) as caught:
         load_checkpoint(config, schedule, mesh, chunks, optimizer, FACTS, silent)
     after = [parameter for chunk in chunks for parameter in chunk.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    return str(caught.value)
+    config = CheckpointConfig(load=folder)
+    loaded = load_checkpoint(config, schedule, mesh, chunks, optimizer, FACTS, silent)
+    assert loaded.folder is not None
+    return str(caught.value), loaded.folder.name
 
 
-def test_damage_to_one_rank_s_file_is_an_error_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_damage_to_one_rank_s_file_is_known_to_all_who_take_the_one_before(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool.run(2, save_while_one_disk_is_full, str(tmp_path), 2)  # none is
     file = tmp_path / "iter_0000003" / "rank00001.bin"
     content = bytearray(file.read_bytes())
@@ -222,4 +227,43 @@ def test_damage_to_one_rank_s_file_is_an_error_on_all(pool: Pool, tmp_path: Path
     file.write_bytes(content)
     here, there = pool.run(2, load_what_is_damaged, str(tmp_path))
     assert here == there
-    assert "rank00001.bin from byte 0 does not match its checksum" in here
+    assert "rank00001.bin from byte 0 does not match its checksum" in here[0]
+    assert here[1] == "iter_0000002"
+
+
+def save_where_one_rank_fails(rank: int, folder: str, failing: int) -> list[str]:
+    """Save with faults that are none of the files, on one rank; return what was said."""
+    mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
+    chunks, optimizer = build(mesh)
+    config, lines = CheckpointConfig(save=folder), list[str]()
+
+    def fails(*words: object) -> Index:
+        raise MemoryError("no memory for a chunk")
+
+    def unknown(*words: object) -> object:
+        raise OSError(errno.EIO, "nobody knows")
+
+    for iteration, (name, planted) in enumerate([("write", fails), ("lacking_space", unknown)]):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(save, name, planted)
+            state = TrainState(iteration)
+            save_checkpoint(config, mesh, chunks, optimizer, state, FACTS, lines.append)
+    save_checkpoint(config, mesh, chunks, optimizer, TrainState(2), FACTS, lines.append)
+    return [line for line in lines if "WARNING" in line]
+
+
+def test_a_fault_on_one_rank_fails_the_save_on_all_and_nothing_else(
+    pool: Pool, tmp_path: Path
+) -> None:
+    here, there = pool.run(2, save_where_one_rank_fails, str(tmp_path / "second"), 1)
+    assert here == there and len(here) == 1  # the space is looked at by rank 0
+    assert "iteration 0" in here[0] and "rank 1: MemoryError: no memory for a chunk" in here[0]
+    here, there = pool.run(2, save_where_one_rank_fails, str(tmp_path / "first"), 0)
+    assert here == there and len(here) == 2
+    assert "iteration 1" in here[1] and "rank 0: [Errno 5] nobody knows" in here[1]
+    for folder in ("first", "second"):
+        names = [path.name for path in sorted((tmp_path / folder).glob("iter_*"))]
+        assert names == (
+            ["iter_0000002"] if folder == "first" else ["iter_0000001", "iter_0000002"]
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import catalog, format
+from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.failing.failure import RunFailed
@@ -121,3 +122,43 @@ def test_a_run_that_fails_finishes_the_save_under_way(
     assert format.read_index(tmp_path / "save" / "iter_0000003").facts["iteration"] == 3
     run.saver.rescue(alike=True)  # nothing is under way
     assert run.saved == [3]
+
+
+def test_a_rescue_that_fails_does_not_hide_why_training_has(
+    beside: Callable[..., Beside], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = beside()
+    run.allowed.set()
+    run.save(3)
+
+    def full(root: Path, name: catalog.Name) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(catalog, "write_tracker", full)
+    with pytest.raises(ZeroDivisionError):
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            run.saver.rescue(alike=True)
+            raise
+    assert "WARNING: ending the save that was under way failed: OSError" in run.lines[-1]
+    found = catalog.newest(catalog.scan(tmp_path / "save"))
+    assert found is not None and found.name == 3  # the next start finds it
+
+
+def test_a_rescue_that_cannot_publish_says_so(
+    beside: Callable[..., Beside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = beside()
+    run.allowed.set()
+    run.save(3)
+    rename = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if str(source).endswith(PARTIAL):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refused)
+    run.saver.rescue(alike=True)
+    assert run.saved == [] and "was not finished: [Errno 5] Input/output error" in run.lines[-1]
