@@ -6,10 +6,18 @@ was never interrupted.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from megatron.core.dist_checkpointing import catalog
+from megatron.core import comm
+from megatron.core.dist_checkpointing import catalog, local
+from megatron.core.dist_checkpointing.plan import Item, Piece
+from megatron.core.grid import ParallelConfig
+from megatron.core.mesh import Mesh
+from megatron.core.sharding import box_slices
 from tests.harness import Pool
 from tests.programs import Ended, Rows, assert_rows_equal, by_hand, launch, metrics
 
@@ -123,3 +131,56 @@ def test_a_copy_is_compared_where_it_is_read_and_replaced_where_it_is_cut_off(
     assert "rank00000.bin from byte 0 does not match its checksum" in printed
     copy.write_bytes(whole[: len(whole) // 2])
     check(tmp_path, run(pool, tmp_path, 4, SAVING, LOCAL, COPIES), straight)
+
+
+ROWS, COLUMNS = 64, 48
+
+
+def fetch_in_chunks(rank: int, folder: str, chunk: int) -> tuple[int, int, int]:
+    """Save half of the rows of a matrix on each of two machines, then fetch parts of all rows.
+
+    Returns the most bytes that were sent at once, the bytes sent, and the bytes kept.
+    """
+    world, device = Mesh.create(ParallelConfig.resolve(), torch.device("cpu")).world, "cpu"
+    half = ROWS // 2
+    whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+    rows = (rank * half, (rank + 1) * half)
+    piece = Piece((rows, (0, COLUMNS)), whole[rows[0] : rows[1]].clone())
+    item = Item("a", (ROWS, COLUMNS), torch.float32, (piece,))
+    root, cpu = Path(folder) / str(rank), torch.device(device)
+    local.save_local([item], root, 1, {}, world, cpu)
+    found, _ = local.find_local(root, world)
+    assert found is not None
+    sent: list[int] = []
+    broadcast = comm.broadcast
+
+    def counted(data: Tensor, *words: Any) -> object:
+        sent.append(data.nbytes)
+        return broadcast(data, *words)
+
+    # Rank 0 lacks the second half, and wants a few columns of its first three rows.
+    wanted = ((0, half + 3), (5, 9)) if rank == 0 else ((0, ROWS), (0, COLUMNS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "CHUNK", chunk)
+        patch.setattr(comm, "broadcast", counted)
+        with local.LocalCheckpoint(root, found, world, cpu) as checkpoint:
+            checkpoint.fetch([("a", wanted)])
+            kept = sum(
+                memory.untyped_storage().nbytes()
+                for parts in checkpoint._received.values()
+                for _, memory in parts
+            )
+            assert torch.equal(checkpoint.read("a", wanted), whole[box_slices(wanted)])
+    return max(sent), sum(sent), kept
+
+
+@pytest.mark.parametrize("chunk", [1024, 100, 4])
+def test_what_is_sent_is_bounded_by_a_chunk_and_what_is_kept_by_what_is_asked_for(
+    pool: Pool, tmp_path: Path, chunk: int
+) -> None:
+    first, second = pool.run(2, fetch_in_chunks, str(tmp_path), chunk)
+    assert first[:2] == second[:2] and first[0] <= chunk
+    assert first[2] == 3 * 4 * 4
+    assert second[2] == ROWS * COLUMNS * 4 // 2
+    # All of the first half, and of the second no more than the chunks that hold what is wanted.
+    assert first[1] <= second[2] + 3 * COLUMNS * 4 + chunk

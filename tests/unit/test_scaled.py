@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import load, part
+from megatron.core.dist_checkpointing import load, part, plan, staging
 from megatron.core.dist_checkpointing.plan import Item, of_flat
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.staging import stage
@@ -130,6 +130,15 @@ def test_columns_of_a_matrix_are_written_in_chunks_and_filled(
     """A rank has parts of two matrices in one, from an odd element of it on."""
     monkeypatch.setattr(part, "CHUNK", 128)
     monkeypatch.setattr(load, "PART", 256)
+    monkeypatch.setattr(load, "DECODED", 512)
+    monkeypatch.setattr(staging, "CHUNK", 128)
+    most, decode = [0], Scaled.decoded
+
+    def counted(self: Scaled, start: int, stop: int) -> Tensor:
+        most[0] = max(most[0], stop - start)
+        return decode(self, start, stop)
+
+    monkeypatch.setattr(Scaled, "decoded", counted)
     shape, start, stop = (30, 16), 7, 470
     # Columns 0 to 8 of the local matrix are columns 4 to 12 of the first, the rest of the second.
     regions = (
@@ -144,6 +153,12 @@ def test_columns_of_a_matrix_are_written_in_chunks_and_filled(
         return of_flat("m", record, shape, start, meta, coded=scaled)
 
     index = part.write(stage([item_of(kept)]), tmp_path, 0)
+    copies = stage([item_of(kept)], staging.HostBuffer())
+    for copy, piece in zip(copies.items[0].pieces, item_of(kept).pieces, strict=True):
+        assert torch.equal(copy.tensor, plan.values(piece.tensor, piece.coded))
+    most[0] = 0  # what this test asked for does not count
+    stage([item_of(kept)], staging.HostBuffer())
+    assert 0 < 4 * most[0] <= 2 * 128  # a chunk, and what lies between its columns
     expected = kept.to(torch.float32)
     local = torch.full((30 * 16,), float("nan"))
     local[start:stop] = expected
@@ -154,6 +169,8 @@ def test_columns_of_a_matrix_are_written_in_chunks_and_filled(
         values = logical[box_slices(box.box)].contiguous().numpy().tobytes()
         assert content[box.offset : box.offset + len(values)] == values
     with Checkpoint(tmp_path, index) as checkpoint:
+        most[0] = 0
         load.load([item_of(fresh)], checkpoint, Mesh.serial().world)
+    assert 0 < 4 * most[0] <= 512
     assert torch.equal(fresh.halves, kept.halves)
     assert torch.equal(fresh.exponents, kept.exponents)
