@@ -125,7 +125,7 @@ def find(
         return _of_step(held, others, step)
     for path in held.unfinished:
         say(f"{path} is a save that never finished; it is ignored")
-    _pass_over(held, others, damaged, say)
+    _pass_over(held, others, damaged)
     chosen = _newest(held)
     recovery = max(others, key=lambda found: found.published, default=None)
     if recovery is not None and (chosen is None or catalog.is_later(held, chosen, recovery)):
@@ -165,14 +165,12 @@ def _newest(held: Catalog) -> Found | None:
     return None
 
 
-def _pass_over(held: Catalog, others: list[Found], damaged: Mapping[Path, str], say: Say) -> None:
-    """Take what is damaged out of both lists, and name it."""
-    for found in [one for one in held.complete if one.folder in damaged]:
-        held.complete.remove(found)
-        held.ignored[found.folder] = damaged[found.folder]
-    for found in [one for one in others if one.folder in damaged]:
-        others.remove(found)
-        say(f"WARNING: ignored {found.folder}: {damaged[found.folder]}")
+def _pass_over(held: Catalog, others: list[Found], damaged: Mapping[Path, str]) -> None:
+    """Take what is damaged out of both lists; it is named like all that is ignored."""
+    for complete in (held.complete, others):
+        for found in [one for one in complete if one.folder in damaged]:
+            complete.remove(found)
+            held.ignored[found.folder] = damaged[found.folder]
 
 
 def _recovery(root: Path, apart: str | None, say: Say) -> list[Found]:
