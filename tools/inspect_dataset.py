@@ -237,7 +237,13 @@ def _print_trace(trace: Trace, tokenizer: Tokenizer, max_tokens: int) -> None:
         )
         if not trace.is_rearranged:
             _print_text(piece.tokens.tolist(), tokenizer, max_tokens)
-    if trace.is_rearranged:
+    if trace.encoder is not None and trace.target is not None:
+        most = max_tokens * len(trace.pieces)
+        print(f"--- what the encoder reads, {len(trace.encoder)} tokens")
+        _print_text(trace.encoder.tolist(), tokenizer, most)
+        print(f"--- what the decoder is to say, {len(trace.target)} tokens")
+        _print_text(trace.target.tolist(), tokenizer, most)
+    elif trace.is_rearranged:
         print("--- as the model reads it")
         _print_text(trace.tokens.tolist(), tokenizer, max_tokens * len(trace.pieces))
 

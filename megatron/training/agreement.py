@@ -8,17 +8,16 @@ elsewhere would be missed at the first save.
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.core import comm
-from megatron.core.datasets.blended import BlendedDataset
-from megatron.core.datasets.checks import content_mark
+from megatron.core.datasets.blended import BlendedDataset, Dataset, Member
+from megatron.core.datasets.checks import lengths_mark
 from megatron.core.datasets.config import DataConfig
-from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.indexed import bin_path, idx_path
 from megatron.core.datasets.sources import read_sources
 from megatron.core.mesh import Axis
@@ -152,17 +151,17 @@ def _data_marks(data: RunData) -> Iterator[tuple[str, tuple[str, str]]]:
         for number, one in enumerate(data.valid)
     ]
     for name, dataset in (("training set", data.train), *valid, ("test set", data.test)):
-        if isinstance(dataset, GPTDataset | BlendedDataset):
+        if isinstance(dataset, Dataset):
             yield name, (str(_mark(dataset)), _described(dataset))
         elif hasattr(dataset, "__len__"):  # a program's own: what it holds is its business
             yield name, (f"{len(dataset)} samples", "")
 
 
-def _members(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:
+def _members(dataset: Dataset) -> Sequence[Member]:
     return dataset.members if isinstance(dataset, BlendedDataset) else [dataset]
 
 
-def _described(dataset: GPTDataset | BlendedDataset) -> str:
+def _described(dataset: Dataset) -> str:
     members = _members(dataset)
     names = ", ".join(
         f"{one.source.name} ({len(one.source.sequence_lengths)} sequences)"
@@ -172,20 +171,20 @@ def _described(dataset: GPTDataset | BlendedDataset) -> str:
     return f"{len(dataset)} samples of {names}{more}"
 
 
-def _mark(dataset: GPTDataset | BlendedDataset) -> Mapping[str, Any]:
+def _mark(dataset: Dataset) -> Mapping[str, Any]:
     """Return what tells samples from others: sizes, rows of every corpus, tokens of a few."""
     members = []
     for one in _members(dataset):
         lengths = one.source.sequence_lengths
-        members.append(content_mark(lengths, (0, len(lengths)), one.plan) | {"size": len(one)})
+        members.append(lengths_mark(lengths, (0, len(lengths))) | {"size": len(one)})
     probes = np.unique(np.linspace(0, len(dataset) - 1, PROBES, dtype=np.int64)).tolist()
     tokens = 0
     for number in probes if len(dataset) else []:
-        member, at = dataset, number
         if isinstance(dataset, BlendedDataset):
             member = dataset.members[int(dataset.index[0][number])]
             at = int(dataset.index[1][number])
-        assert isinstance(member, GPTDataset)
+        else:
+            member, at = dataset, number
         tokens = zlib.crc32(np.ascontiguousarray(member.text(at)).tobytes(), tokens)
     drawn = dataset.consumed(len(dataset)) if isinstance(dataset, BlendedDataset) else []
     return {"size": len(dataset), "members": members, "drawn": drawn, "tokens": tokens}

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.datasets import samples
-from megatron.core.datasets.blended import BlendedDataset, Dataset
+from megatron.core.datasets.blended import Dataset
 from megatron.core.datasets.builder import Built, Sizes
 from megatron.core.datasets.config import DataConfig
-from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.plan import positions
 from megatron.core.datasets.sources import read_sources
 from megatron.core.utils import Say
@@ -98,7 +97,7 @@ def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float
 
     Empty for data sets that are no corpora of tokens.
     """
-    if not isinstance(dataset, GPTDataset | BlendedDataset):
+    if not isinstance(dataset, Dataset):
         return lambda consumed: ()
     return lambda consumed: [
         (one.source.rsplit("/", 1)[-1], one.epoch) for one in positions(dataset, consumed)

@@ -2,6 +2,7 @@
 
 from megatron.core.config import specs
 from megatron.training.config import RunConfig
+from megatron.training.idle_data import idle_data
 from megatron.training.idle_layout import idle_layout, size_flag
 from megatron.training.layout_rules import Origins
 from megatron.training.processes.group_settings import without_group
@@ -72,7 +73,7 @@ def _idle(config: RunConfig) -> dict[str, str]:
     if config.process.device == "cpu":
         idle["empty_unused_memory_level"] = "--device is cpu"
     idle |= _idle_checkpoints(config) | _idle_dashboards(config)
-    idle |= idle_layout(config) | _idle_precision(config)
+    idle |= idle_layout(config) | _idle_precision(config) | idle_data(config)
     return idle | _idle_without_training(config)
 
 

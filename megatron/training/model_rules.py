@@ -97,7 +97,19 @@ def routers_do_what_is_built(config: RunConfig, origins: Origins) -> None:
             raise UserError(f"{flag} has no effect on training yet; leave it out")
 
 
+def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
+    """A decoder alone is not given what an encoder-decoder reads."""
+    length = config.data.t5.decoder_seq_length
+    if length is not None:
+        raise UserError(
+            f"--decoder-seq-length ({length}) makes samples for an encoder and a decoder, and such "
+            "a model comes in a later version; for a decoder alone give --seq-length and leave it "
+            "out"
+        )
+
+
 MODEL_RULES: tuple[Rule, ...] = (
+    samples_are_the_models,
     heads_fill_the_hidden_size,
     rotated_channels_are_pairs,
     positions_reach_the_sequence,

@@ -132,7 +132,7 @@ def check_row(row: flag_status.Row) -> None:
         ("--override-lr-scheduler", "override_opt_param_scheduler", True),
         ("--num-key-value-heads 2", "num_query_groups", 2),
         ("--dataloader-inter-document-masking", "reset_attention_mask", True),
-        ("--encoder-seq-length 16", "seq_length", 32),
+        ("--encoder-seq-length 16", "seq_length", 16),
         ("--no-load-optim", "load_optim", False),
         ("--disable-bias-linear", "add_bias_linear", False),
         ("--persistent-save-interval 7", "save_interval", 7),

@@ -213,10 +213,13 @@ def test_a_value_that_makes_no_sense(values: dict[str, Any], flag: str) -> None:
     assert flag in refusal(**({"tokenizer_type": "ByteLevelTokenizer"} | values))
 
 
-def test_two_vocabulary_files_alone_mean_gpt2() -> None:
+def test_vocabulary_files_alone_say_the_type() -> None:
+    """Two are GPT-2's, one is BERT's, as in scripts for Megatron-LM; one .json could be any."""
     assert (
         TokenizerConfig.resolve(vocab_file="v", merge_file="m").tokenizer_type == "GPT2BPETokenizer"
     )
-    assert TokenizerConfig.resolve(vocab_file="v").tokenizer_type is None
+    alone = TokenizerConfig.resolve(vocab_file="bert-vocab.txt")
+    assert alone.tokenizer_type == "BertWordPieceLowerCase"
+    assert TokenizerConfig.resolve(vocab_file="vocab.json").tokenizer_type is None
     other = TokenizerConfig.resolve(vocab_file="v", merge_file="m", tokenizer_type="NullTokenizer")
     assert other.tokenizer_type == "NullTokenizer"

@@ -1,11 +1,15 @@
 """Several data sets mixed in given shares; sample ``i`` is a pure function of the blend."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.core.datasets.gpt import GPTDataset, Sample
+from megatron.core.datasets.t5 import T5Dataset
+
+Member = GPTDataset | T5Dataset
 
 DatasetIndex = tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]
 
@@ -15,7 +19,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        members: list[GPTDataset],
+        members: Sequence[Member],
         weights: list[float] | list[int],
         index: DatasetIndex,
         description: dict[str, Any] | None = None,
@@ -44,4 +48,4 @@ class BlendedDataset:
         return counts.tolist()  # type: ignore[no-any-return]
 
 
-Dataset = GPTDataset | BlendedDataset
+Dataset = Member | BlendedDataset

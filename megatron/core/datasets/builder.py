@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megatron.core.datasets.blended import Dataset
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.config import DataConfig
-from megatron.core.datasets.corpus import CorpusBuilder, samples_asked
-from megatron.core.datasets.sources import read_sources
+from megatron.core.datasets.corpus import CorpusBuilder
+from megatron.core.datasets.sources import read_sources, samples_asked
 from megatron.core.datasets.split import SPLITS, Split
 from megatron.core.datasets.token_info import TokenInfo as TokenInfo
 from megatron.core.utils import Say, UserError, silent
@@ -48,7 +48,7 @@ def build_datasets(
     keep_partial: bool = False,
     say: Say = silent,
 ) -> Built:
-    """Return the data sets of every split.
+    """Return the data sets of every split: of an encoder-decoder with --decoder-seq-length.
 
     Args:
         config: the data flags.
@@ -94,7 +94,7 @@ def build_datasets(
         valid=made["valid"],
         test=next(iter(made["test"]), None),
         valid_names=names,
-        files=dict(sorted(builder.files.items())),
+        files=dict(sorted(builder.store.files.items())),
     )
 
 

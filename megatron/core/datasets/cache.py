@@ -187,3 +187,51 @@ class IndexCache:
                 self.say(f"waiting for {where}, for {now - started:.0f} s so far ({state})")
                 reported = now
             time.sleep(policy.poll)
+
+
+class IndexStore:
+    """The index files of a run, and which of them were there.
+
+    Args:
+        folder: where they lie; None puts those of a corpus beside it.
+        policy: build what is missing, or wait for it.
+        say: told what is built, why, and what is waited for.
+    """
+
+    def __init__(self, folder: str | None, policy: BuildPolicy, say: Say = silent) -> None:
+        self._folder = folder
+        self._policy = policy
+        self._say = say
+        self.files: dict[str, str] = {}
+        """By path without ending: ``hit`` or ``built``."""
+
+    def get(
+        self,
+        description: Mapping[str, Any],
+        split: str,
+        inputs: Mapping[str, Any],
+        names: tuple[str, ...],
+        build: Callable[[], Arrays],
+        check: Check,
+        prefix: str | None = None,
+    ) -> Arrays:
+        """Return the arrays of a description; see `IndexCache`.
+
+        Args:
+            description: the declared inputs.
+            split: the split's name.
+            inputs: marks of the content.
+            names: the arrays.
+            build: makes them.
+            check: says what is wrong with arrays from disk, or None.
+            prefix: the corpus that they are of; None for blends and made-up rows, whose arrays are
+                kept in memory where there is no folder.
+        """
+        folder = self._folder
+        if folder is None and prefix is not None:
+            folder = f"{prefix}/cache/{description['class']}_indices"
+        cache = IndexCache(folder, description, split, inputs, self._say)
+        arrays, state = cache.get(names, build, check, self._policy)
+        if cache.folder is not None:
+            self.files[str(cache.folder / cache.stem)] = state
+        return arrays

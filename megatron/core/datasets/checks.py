@@ -17,15 +17,27 @@ def content_mark(
     lengths: npt.NDArray[Any], rows: tuple[int, int], plan: SamplePlan
 ) -> dict[str, Any]:
     """Return what tells a corpus from another under the same path, in a moment's time."""
-    mine = lengths[rows[0] : rows[1]]
-    step = max(1, len(mine) // PROBES)
     return {
-        "rows": list(rows),
-        "tokens_per_epoch": plan.tokens_per_epoch,
-        "lengths_crc32": zlib.crc32(np.ascontiguousarray(mine[::step], dtype="<i4").tobytes()),
+        **lengths_mark(lengths, rows),
         "extra_tokens": plan.extra,
         "keep_partial": plan.keep_partial,
     }
+
+
+def lengths_mark(lengths: npt.NDArray[Any], rows: tuple[int, int]) -> dict[str, Any]:
+    """Return what tells rows from others: their number, tokens, and the lengths of some."""
+    mine = lengths[rows[0] : rows[1]]
+    return {
+        "rows": list(rows),
+        "tokens_per_epoch": int(mine.sum(dtype=np.int64)),
+        "lengths_crc32": probed_crc32(mine),
+    }
+
+
+def probed_crc32(numbers: npt.NDArray[Any]) -> int:
+    """Return a checksum of `PROBES` or a few more of the numbers."""
+    step = max(1, len(numbers) // PROBES)
+    return zlib.crc32(np.ascontiguousarray(numbers[::step], dtype="<i4").tobytes())
 
 
 def check_arrays(

@@ -5,12 +5,15 @@ from typing import Any, Literal
 
 from megatron.core.config import Config, check_at_least, flag_of, option
 from megatron.core.datasets.split import parse_split
+from megatron.core.datasets.t5_config import T5DataConfig
 from megatron.core.utils import UserError
 
 LEGACY_SPLIT = "969, 30, 1"
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
+SHORTEST_ENCODER = 4
+"""Two tokens of text, and two places that n-grams leave free, as Megatron-core does."""
 MOST_WORKERS = 1024
 """Reading processes of a rank; more are a slip of the pen."""
 
@@ -95,8 +98,8 @@ class DataConfig(Config):
     mock_data: bool = option(False)
     """Train on synthetic tokens."""
 
-    seq_length: int = option()
-    """Tokens in a sample."""
+    seq_length: int = option(aliases=("--encoder-seq-length",))
+    """Tokens in a sample; of an encoder-decoder, those that the encoder reads."""
 
     num_workers: int = option(2)
     """Processes that read samples ahead of the training loop; 0 reads in the loop itself."""
@@ -137,6 +140,8 @@ class DataConfig(Config):
 
     fim: FimConfig
 
+    t5: T5DataConfig
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Choose the order of samples and the split that goes with the source."""
@@ -154,6 +159,7 @@ class DataConfig(Config):
             raise UserError(f"--num-workers ({self.num_workers}) must be at most {MOST_WORKERS}")
         if self.mock_data and self.fim.fim_data:
             raise UserError("--fim-data permutes text, but --mock-data has none; drop one of them")
+        self._check_encoder_decoder()
         sources = self.sources
         if len(sources) > 1 and set(sources) - set(map(_flag, PER_SPLIT)):
             raise UserError(f"{' and '.join(sources)} each name the data; keep one of them")
@@ -164,6 +170,25 @@ class DataConfig(Config):
                     f"--split {self.split!r} says how to cut one corpus, but {sources[0]} already "
                     "names the corpora of each split; remove --split"
                 )
+
+    def _check_encoder_decoder(self) -> None:
+        """Refuse what samples of an encoder-decoder are not made by."""
+        if self.t5.decoder_seq_length is None:
+            return
+        others = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        given = [_flag(name) for name in others if getattr(self, name)]
+        given += ["--fim-data"] * self.fim.fim_data
+        if given:
+            raise UserError(
+                f"{given[0]} is for a decoder alone, but --decoder-seq-length "
+                f"({self.t5.decoder_seq_length}) asks for an encoder and a decoder; drop one of "
+                "them"
+            )
+        if self.seq_length < SHORTEST_ENCODER:
+            raise UserError(
+                f"--encoder-seq-length ({self.seq_length}) leaves no room for a text; give at "
+                f"least {SHORTEST_ENCODER}"
+            )
 
     @property
     def sources(self) -> list[str]:

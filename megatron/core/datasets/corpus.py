@@ -1,28 +1,20 @@
 """One split from its corpora: a corpus alone, or a blend of them, with their index files."""
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Protocol
 
 from megatron.core.datasets.blend_index import blend_all, blend_by_weight
-from megatron.core.datasets.blended import BlendedDataset, Dataset
-from megatron.core.datasets.cache import Arrays, BuildPolicy, IndexCache
-from megatron.core.datasets.checks import check_arrays, content_mark
+from megatron.core.datasets.blended import BlendedDataset, Dataset, Member
+from megatron.core.datasets.cache import Arrays, BuildPolicy, IndexStore
 from megatron.core.datasets.config import DataConfig
-from megatron.core.datasets.fim import FimDataset, fim_options
-from megatron.core.datasets.gpt import GPTDataset
-from megatron.core.datasets.samples import SampleIndex, build_sample_index, plan_samples
+from megatron.core.datasets.gpt_corpus import GPTMaker
 from megatron.core.datasets.source import FileSource, MockSource, TokenSource
 from megatron.core.datasets.sources import SplitSource, normalize
-from megatron.core.datasets.split import rows_of, split_matrix
-from megatron.core.datasets.token_info import TokenInfo, check_tokenizer, sample_options
+from megatron.core.datasets.t5_corpus import T5Maker
+from megatron.core.datasets.token_info import TokenInfo, check_tokenizer
 from megatron.core.utils import Say, UserError, silent
 
-INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 
 
@@ -30,6 +22,19 @@ def member_sizes(shares: list[float], size: int, surplus: float) -> tuple[list[i
     """Return (samples planned, samples built) of each member of a blend of ``size`` samples."""
     planned = [math.ceil(size * share) for share in shares]
     return planned, [math.ceil(count * (1 + surplus)) for count in planned]
+
+
+class Maker(Protocol):
+    """What makes data sets of one kind of sample."""
+
+    def mock(self) -> MockSource:
+        """Return made-up rows."""
+
+    def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> Member:
+        """Return the data set of one split of one corpus."""
+
+    def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
+        """Return what a split has, if one pass over it yields no sample."""
 
 
 class CorpusBuilder:
@@ -47,20 +52,20 @@ class CorpusBuilder:
     ) -> None:
         self.config = config
         self.info = info
-        self.seed = seed
-        self.policy = policy
-        self.options = sample_options(config, info, extra)
-        self.fim = fim_options(config.fim, info) if config.fim.fim_data else None
-        self.keep_partial = keep_partial
+        self.store = IndexStore(config.data_cache_path, policy, say)
+        self.maker: Maker
+        if config.t5.decoder_seq_length is not None:
+            self.maker = T5Maker(config, info, seed, self.store, keep_partial, say)
+        else:
+            self.maker = GPTMaker(config, info, seed, self.store, extra, keep_partial, say)
         self.say = say
-        self.files: dict[str, str] = {}
         self._open: dict[str, FileSource] = {}
 
     def split(self, source: SplitSource, asked: int | None) -> Dataset:
         """Return the data set of a split: one corpus, a blend, or mock data."""
         blend = source.blend
         if blend is None:
-            return self._gpt(source, MockSource(self.info.vocab_size, self.info.eod or 0), asked)
+            return self.maker.make(source, self.maker.mock(), asked)
         if len(blend.prefixes) == 1 and (blend.weights is None or not source.shared):
             return self.corpus(source, blend.prefixes[0], asked)
         shares = blend.shares
@@ -77,9 +82,9 @@ class CorpusBuilder:
         size = sum(planned)
         return self._blended(source, members, normalize(shares), size)
 
-    def corpus(self, source: SplitSource, prefix: str, asked: int | None) -> GPTDataset:
+    def corpus(self, source: SplitSource, prefix: str, asked: int | None) -> Member:
         """Return the data set of one corpus."""
-        return self._gpt(source, self._source(prefix), asked)
+        return self.maker.make(source, self._source(prefix), asked)
 
     def _by_size(
         self, source: SplitSource, prefixes: tuple[str, ...], asked: int | None
@@ -100,19 +105,18 @@ class CorpusBuilder:
     def _can_give(self, source: SplitSource, prefix: str) -> bool:
         """Whether one pass over the corpus' rows yields a sample."""
         corpus = self._source(prefix)
-        start, end = rows_of(source.share, len(corpus.sequence_lengths))
-        tokens = int(corpus.sequence_lengths[start:end].sum(dtype=np.int64))
-        if tokens >= self.config.seq_length + self.options.extra:
+        lacks = self.maker.shortfall(source, corpus)
+        if lacks is None:
             return True
         self.say(
-            f"WARNING: {prefix} gives no {source.split} sample ({tokens} tokens in {end - start} "
-            "sequences) and is left out of the blend"
+            f"WARNING: {prefix} gives no {source.split} sample ({lacks}) and is left out of the "
+            "blend"
         )
         return False
 
     def _corpora(
         self, source: SplitSource, prefixes: tuple[str, ...], asked: list[int] | list[None]
-    ) -> list[GPTDataset]:
+    ) -> list[Member]:
         for prefix in prefixes:
             self._source(prefix)  # opened here: threads then only read
         threads = self.config.num_dataset_builder_threads
@@ -131,66 +135,10 @@ class CorpusBuilder:
             self._open[prefix] = source
         return self._open[prefix]
 
-    def _gpt(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> GPTDataset:
-        lengths = tokens.sequence_lengths
-        rows = rows_of(source.share, len(lengths))
-        count = int(lengths[rows[0] : rows[1]].sum(dtype=np.int64))
-        self._check_size(source, tokens, rows, count, asked)
-        plan = plan_samples(
-            count,
-            self.config.seq_length,
-            asked,
-            extra=self.options.extra,
-            keep_partial=self.keep_partial and source.split == "valid",
-        )
-        description = self._describe(source, tokens, asked)
-        folder = self.config.data_cache_path
-        if folder is None and isinstance(tokens, FileSource):
-            folder = os.path.join(tokens.name, "cache", f"{description['class']}_indices")
-        marks = content_mark(lengths, rows, plan)
-        cache = IndexCache(folder, description, source.split, marks, self.say)
-
-        def build() -> Arrays:
-            index = build_sample_index(lengths, rows, plan, self.seed)
-            return dict(zip(INDEX_NAMES, index, strict=True))
-
-        arrays, state = cache.get(
-            INDEX_NAMES,
-            build,
-            lambda found, trusted: check_arrays(found, lengths, rows, plan, trusted),
-            self.policy,
-        )
-        self._note(cache, state)
-        index = SampleIndex(*(arrays[name] for name in INDEX_NAMES))
-        if self.fim is not None:
-            return FimDataset(
-                tokens, plan, index, self.options, description, fim=self.fim, seed=self.seed
-            )
-        return GPTDataset(tokens, plan, index, self.options, description)
-
-    def _describe(
-        self, source: SplitSource, tokens: TokenSource, asked: int | None
-    ) -> dict[str, Any]:
-        """Return the declared inputs of one split of one corpus: the cache key is made of them."""
-        is_file = isinstance(tokens, FileSource)
-        split = self.config.split if source.shared else None
-        text_class = "GPTDataset" if self.fim is None else "GPTFIMDataset"
-        return {
-            "class": text_class if is_file else "MockGPTDataset",
-            "dataset_path": tokens.name if is_file else None,
-            "num_samples": asked,
-            "index_split": source.split,
-            "random_seed": self.seed,
-            "sequence_length": self.config.seq_length,
-            "split": split,
-            "split_matrix": None if split is None else split_matrix(split),
-            "tokenizer": dict(self.info.identifiers),
-        }
-
     def _blended(
         self,
         source: SplitSource,
-        members: list[GPTDataset],
+        members: list[Member],
         weights: list[float] | list[int],
         size: int | None,
     ) -> BlendedDataset:
@@ -215,11 +163,9 @@ class CorpusBuilder:
             got = [found[name].shape for name in BLEND_NAMES]
             return None if got == [(expected,)] * 2 else f"shapes {got} are not {expected} samples"
 
-        cache = IndexCache(
-            self.config.data_cache_path, description, source.split, {"members": lengths}, self.say
+        arrays = self.store.get(
+            description, source.split, {"members": lengths}, BLEND_NAMES, build, check
         )
-        arrays, state = cache.get(BLEND_NAMES, build, check, self.policy)
-        self._note(cache, state)
         dataset = BlendedDataset(
             members, weights, (arrays["dataset_index"], arrays["dataset_sample_index"]), description
         )
@@ -235,51 +181,3 @@ class CorpusBuilder:
                     f"the {source.split} blend draws {drawn} samples from {member.source.name}, "
                     f"which has {len(member)}; raise --mid-level-dataset-surplus ({surplus})"
                 )
-
-    def _check_size(
-        self,
-        source: SplitSource,
-        tokens: TokenSource,
-        rows: tuple[int, int],
-        count: int,
-        asked: int | None,
-    ) -> None:
-        """Refuse a split without tokens and a corpus too short for one sample."""
-        need = self.config.seq_length + self.options.extra
-        total = len(tokens.sequence_lengths)
-        what = f"the {source.split} split of {tokens.name}"
-        if count == 0:
-            how = f"--split {self.config.split} gives it " if source.shared else "it has "
-            raise UserError(
-                f"{what} is empty: {how}{rows[1] - rows[0]} of {total} sequences and no tokens, "
-                f"but {samples_asked(asked)} asked of it; give the split a larger share, or ask "
-                "nothing of it (--eval-iters 0 for validation and test)"
-            )
-        if count >= need:
-            return
-        whole = int(tokens.sequence_lengths.sum(dtype=np.int64))
-        if whole < need or asked is None:
-            have = f"{whole} tokens" if whole < need else f"{count} of {whole} tokens"
-            ways = ["lower --seq-length", "add data"]
-            if source.shared and whole >= need:
-                ways.append(f"give it a larger share by --split ({self.config.split})")
-            if source.split != "train":
-                ways.append("do without it by --eval-iters 0")
-            raise UserError(
-                f"{what} is shorter than one sample: it has {have}, a sample takes {need} "
-                f"(--seq-length {self.config.seq_length} and {self.options.extra} for the labels); "
-                f"{', '.join(ways[:-1])} or {ways[-1]}"
-            )
-        self.say(
-            f"WARNING: {what} has {count} tokens, a sample takes {need}: its documents repeat "
-            "within samples"
-        )
-
-    def _note(self, cache: IndexCache, state: str) -> None:
-        if cache.folder is not None:
-            self.files[str(Path(cache.folder) / cache.stem)] = state
-
-
-def samples_asked(asked: int | None) -> str:
-    """Return how much is asked, with its verb."""
-    return "one pass is" if asked is None else f"{asked} samples are"

@@ -10,7 +10,9 @@ padding is masked by its position, so an end-of-document token that happens to s
 keeps its loss.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from megatron.core.datasets.source import TokenSource
 from megatron.core.utils import UserError
 
 Sample = dict[str, npt.NDArray[Any]]
+
+Place = tuple[int, int, int]
+"""A row of a corpus, the first of its tokens that is taken and the one after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +80,16 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.plan.num_samples
 
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples in one pass over the tokens."""
+        return self.plan.samples_per_epoch
+
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.source.name}")
         text = self.text(i)
-        if text.size and int(text.view(np.uint64).max()) >= self.options.vocab_size:
-            raise self._foreign_token(i, text)
+        check_ids(text, self.options.vocab_size, self.source.name, self.places(i))
         return self.sample(i, text)
 
     def sample(self, i: int, text: npt.NDArray[np.int64]) -> Sample:
@@ -94,24 +103,40 @@ class GPTDataset:
         rows = self.index.document[first_row : last_row + 1]
         return self.source.join(rows, first, last + self.options.extra)
 
-    def documents(self, i: int) -> npt.NDArray[np.int32]:
-        """Return the rows that sample ``i`` reads from, in order."""
+    def places(self, i: int) -> Iterator[Place]:
+        """Yield what sample ``i`` reads, the extra token included, row by row."""
         place = int(self.index.shuffle[i])
-        first, last = self.index.sample[place : place + 2, 0]
-        return np.array(self.index.document[first : last + 1])
+        (first_row, first), (last_row, last) = self.index.sample[place : place + 2].tolist()
+        for position in range(first_row, last_row + 1):
+            row = int(self.index.document[position])
+            start = first if position == first_row else 0
+            end = int(self.source.sequence_lengths[row])
+            yield row, start, last + self.options.extra if position == last_row else end
 
-    def _foreign_token(self, i: int, text: npt.NDArray[np.int64]) -> UserError:
-        """Name the first token that the vocabulary does not hold, and where it stands."""
-        bad = np.flatnonzero((text < 0) | (text >= self.options.vocab_size))[0]
-        start = int(self.index.sample[int(self.index.shuffle[i])][1])
-        rows = self.documents(i)
-        ends = np.cumsum(self.source.sequence_lengths[rows], dtype=np.int64) - start
-        row = rows[int(np.searchsorted(ends, bad, side="right"))]
-        return UserError(
-            f"{self.source.name}: sequence {row} holds token {text[bad]}, but the tokenizer's "
-            f"vocabulary has {self.options.vocab_size} ids: the corpus was made with another "
-            "tokenizer; run tools/preprocess_data.py again, or give the tokenizer it was made with"
-        )
+
+def check_ids(
+    text: npt.NDArray[np.int64], vocab_size: int, name: str, places: Iterable[Place]
+) -> None:
+    """Refuse a token that the vocabulary does not hold, and say where it stands.
+
+    Args:
+        text: the tokens of a sample.
+        vocab_size: ids in use.
+        name: what the corpus is called.
+        places: where the tokens stand, in order.
+
+    Raises:
+        UserError: there is one.
+    """
+    if not text.size or int(text.view(np.uint64).max()) < vocab_size:
+        return
+    bad = int(np.flatnonzero((text < 0) | (text >= vocab_size))[0])
+    rows = (row for row, start, end in places for _ in range(start, end))
+    raise UserError(
+        f"{name}: sequence {next(islice(rows, bad, None))} holds token {text[bad]}, but the "
+        f"tokenizer's vocabulary has {vocab_size} ids: the corpus was made with another "
+        "tokenizer; run tools/preprocess_data.py again, or give the tokenizer it was made with"
+    )
 
 
 def make_sample(text: npt.NDArray[np.int64], options: SampleOptions, fill: int = 0) -> Sample:

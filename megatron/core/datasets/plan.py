@@ -162,10 +162,10 @@ def positions(dataset: Dataset, consumed_samples: int) -> list[Position]:
     if isinstance(dataset, BlendedDataset):
         whole = sum(dataset.weights)
         taken = [round(consumed_samples * weight / whole) for weight in dataset.weights]
-        members = dataset.members
+        members = tuple(dataset.members)
     else:
-        taken, members = [consumed_samples], [dataset]
+        taken, members = [consumed_samples], (dataset,)
     return [
-        Position(member.source.name, samples, samples / member.plan.samples_per_epoch)
+        Position(member.source.name, samples, samples / member.samples_per_epoch)
         for member, samples in zip(members, taken, strict=True)
     ]

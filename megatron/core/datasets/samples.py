@@ -163,9 +163,10 @@ def sample_index(
     never lies in an empty document, and ``extra - 1`` is taken off the offset again. Without an
     extra token the place may thus be the very end of a document.
     """
-    wide = len(document) > INT32_MAX or int(lengths.max()) > INT32_MAX
+    is_long = int(lengths.max()) > INT32_MAX
+    wide = len(document) > INT32_MAX or is_long
     dtype = np.int64 if wide else np.int32
-    if helpers is not None:
+    if helpers is not None and not is_long:
         index: npt.NDArray[Any] = helpers.sample_index(
             np.ascontiguousarray(lengths, dtype=np.int32),
             document,

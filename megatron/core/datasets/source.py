@@ -26,8 +26,16 @@ class TokenSource(Protocol):
         """What to call it in a message."""
 
     @property
-    def sequence_lengths(self) -> npt.NDArray[np.int32]:
+    def prefix(self) -> str | None:
+        """Path of the pair of files without ending; None for made-up rows."""
+
+    @property
+    def sequence_lengths(self) -> npt.NDArray[Any]:
         """Tokens of each row."""
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """First row of each document, and the number of all rows."""
 
     def join(self, rows: npt.NDArray[Any], first: int, last: int) -> Tokens:
         """Return the tokens of ``rows``, one after the other.
@@ -44,8 +52,9 @@ class FileSource:
 
     def __init__(self, prefix: str, *, mmap: bool = True) -> None:
         self.dataset = IndexedDataset(prefix, mmap=mmap)
-        self.name = prefix
+        self.name = self.prefix = prefix
         self.sequence_lengths = self.dataset.sequence_lengths
+        self.documents = self.dataset.document_indices
         self._flat: npt.NDArray[Any] | None = None
         if mmap and self.dataset.num_tokens:
             self._flat = np.memmap(bin_path(prefix), self.dataset.dtype, mode="r").view(np.ndarray)
@@ -77,13 +86,15 @@ class MockSource:
     """Made-up rows, Megatron-core's: counting numbers, each row closed by end-of-document."""
 
     name = "mock data"
+    prefix = None
 
-    def __init__(self, vocab_size: int, eod: int) -> None:
+    def __init__(self, vocab_size: int, eod: int, rows: int = MOCK_ROWS) -> None:
         self.vocab_size = vocab_size
         self.eod = eod
         self.sequence_lengths = np.random.default_rng(0).integers(
-            1, MOCK_LONGEST, MOCK_ROWS, dtype=np.int32
+            1, MOCK_LONGEST, rows, dtype=np.int32
         )
+        self.documents = np.arange(rows + 1, dtype=np.int64)
 
     def join(self, rows: npt.NDArray[Any], first: int, last: int) -> Tokens:
         counts = self.sequence_lengths[rows].astype(np.int64)
@@ -93,3 +104,36 @@ class MockSource:
         tokens[ends - 1] = self.eod
         stop = int(ends[-1]) - int(counts[-1]) + last
         return tokens[first:stop]
+
+
+class DocumentSource:
+    """The documents of a source as rows, each of which may be of many sentences."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+        self.name = source.name
+        self.prefix = source.prefix
+        self._starts = np.zeros(len(source.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(source.sequence_lengths, out=self._starts[1:])  # of the source's rows
+        self._bounds = self._starts[source.documents]
+        self.sequence_lengths = np.diff(self._bounds)
+        self.documents = np.arange(len(self.sequence_lengths) + 1, dtype=np.int64)
+
+    def join(self, rows: npt.NDArray[Any], first: int, last: int) -> Tokens:
+        begins, ends = self._bounds[rows], self._bounds[rows + 1]
+        begins[0] += first
+        ends[-1] += last - self.sequence_lengths[rows[-1]]
+        parts = [
+            self._range(begin, end)
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+            if begin < end
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _range(self, begin: int, end: int) -> Tokens:
+        """Return tokens of the source, one row after the other; at least one."""
+        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        last = int(np.searchsorted(self._starts, end, side="left")) - 1
+        rows = np.arange(first, last + 1)
+        starts = self._starts[[first, last]].tolist()
+        return self._source.join(rows, begin - starts[0], end - starts[1])

@@ -43,6 +43,11 @@ class SplitSource:
     """The corpora are cut by --split rather than named for this split."""
 
 
+def samples_asked(asked: int | None) -> str:
+    """Return how much is asked, with its verb."""
+    return "one pass is" if asked is None else f"{asked} samples are"
+
+
 def read_sources(config: DataConfig) -> dict[Split, SplitSource | None]:
     """Return the source of every split; None for a split without data.
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.datasets.blended import BlendedDataset, Dataset
-from megatron.core.datasets.gpt import GPTDataset
-from megatron.core.datasets.source import FileSource
+from megatron.core.datasets.blended import BlendedDataset, Dataset, Member
+from megatron.core.datasets.source import FileSource, TokenSource
+from megatron.core.datasets.t5 import T5Dataset
 
 Tokens = npt.NDArray[np.int64]
 
@@ -45,6 +45,10 @@ class Trace:
     """What the model is given: inputs and the last label."""
     counted: int
     """Tokens at which loss is taken."""
+    encoder: Tokens | None = None
+    """What the encoder of an encoder-decoder is given, without padding."""
+    target: Tokens | None = None
+    """What its decoder is to say; `tokens` are the text that both are made of."""
 
     @property
     def is_rearranged(self) -> bool:
@@ -58,39 +62,38 @@ def trace(dataset: Dataset, i: int) -> Trace:
     if isinstance(dataset, BlendedDataset):
         member = dataset.members[int(dataset.index[0][i])]
         return trace(member, int(dataset.index[1][i]))
-    sample = dataset[i]
-    return Trace(
-        source=dataset.source.name,
-        number=i,
-        pieces=list(_pieces(dataset, i)),
-        tokens=np.append(sample["tokens"], sample["labels"][-1]),
-        counted=int(np.count_nonzero(sample["loss_mask"])),
-    )
+    sample, pieces = dataset[i], list(_pieces(dataset, i))
+    name, counted = dataset.source.name, int(np.count_nonzero(sample["loss_mask"]))
+    if isinstance(dataset, T5Dataset):
+        return Trace(
+            source=name,
+            number=i,
+            pieces=pieces,
+            tokens=dataset.text(i),
+            counted=counted,
+            encoder=sample["encoder_tokens"][sample["encoder_valid"]],
+            target=sample["labels"][sample["loss_mask"] > 0],
+        )
+    tokens = np.append(sample["tokens"], sample["labels"][-1])
+    return Trace(source=name, number=i, pieces=pieces, tokens=tokens, counted=counted)
 
 
-def _pieces(dataset: GPTDataset, i: int) -> Iterator[Piece]:
-    source, index = dataset.source, dataset.index
-    place = int(index.shuffle[i])
-    (first_row, first), (last_row, last) = index.sample[place : place + 2].tolist()
-    for position in range(first_row, last_row + 1):
-        row = int(index.document[position])
-        start = first if position == first_row else 0
-        end = int(source.sequence_lengths[row])
-        if position == last_row:
-            end = last + dataset.options.extra
+def _pieces(dataset: Member, i: int) -> Iterator[Piece]:
+    source = dataset.source
+    for row, start, end in dataset.places(i):
         if start == end:  # an empty row
             continue
-        document, before, length = _document_of(dataset, row)
+        document, before, length = _document_of(source, row)
         tokens = source.join(np.array([row]), start, end)
         yield Piece(document=document, first=before + start, length=length, tokens=tokens)
 
 
-def _document_of(dataset: GPTDataset, row: int) -> tuple[int, int, int]:
+def _document_of(source: TokenSource, row: int) -> tuple[int, int, int]:
     """Return (document, tokens of it before the row, tokens of it) of a row."""
-    lengths = dataset.source.sequence_lengths
-    if not isinstance(dataset.source, FileSource):
+    lengths = source.sequence_lengths
+    if not isinstance(source, FileSource):
         return row, 0, int(lengths[row])
-    bounds = dataset.source.dataset.document_indices
+    bounds = source.documents
     document = int(np.searchsorted(bounds, row, side="right")) - 1
     start, end = bounds[document : document + 2].tolist()
     before, length = (int(lengths[start:stop].sum(dtype=np.int64)) for stop in (row, end))

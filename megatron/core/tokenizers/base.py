@@ -32,7 +32,7 @@ class SpecialIds:
     sep: int | None = None
     mask: int | None = None
     sentinels: tuple[int, ...] = ()
-    """<extra_id_0>, <extra_id_1>, ... in order."""
+    """<extra_id_0>, <extra_id_1>, ... in order: added, or the vocabulary's own."""
 
 
 class Tokenizer(ABC):
@@ -128,6 +128,13 @@ class Tokenizer(ABC):
                     f"{self.vocab_size - 1}; was the data made with another tokenizer?"
                 )
         return self._decode(plain)
+
+    def continues_word(self) -> NDArray[np.bool_] | None:
+        """Return, for each id, whether it goes on with a word, as WordPiece's ``##ing`` does.
+
+        None where the vocabulary does not say.
+        """
+        return None
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:

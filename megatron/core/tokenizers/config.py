@@ -55,7 +55,8 @@ class TokenizerConfig(Config):
     """How text becomes token ids, and how many rows the vocabulary has in the model."""
 
     tokenizer_type: str | None = option(
-        derived="GPT2BPETokenizer with --vocab-file and --merge-file",
+        derived="GPT2BPETokenizer with --vocab-file and --merge-file, "
+        "BertWordPieceLowerCase with a --vocab-file alone that is no .json",
         parse=tokenizer_type,
         choices=TOKENIZER_TYPES,
     )
@@ -87,7 +88,8 @@ class TokenizerConfig(Config):
     """Pad the vocabulary; without it the size must divide by --tensor-model-parallel-size."""
 
     vocab_extra_ids: int = option(0)
-    """Sentinel tokens <extra_id_0>, <extra_id_1>, ... that are added after the vocabulary."""
+    """Sentinel tokens <extra_id_0>, <extra_id_1>, ... that are added after the vocabulary; 0 takes
+    those that it has."""
 
     tokenizer_special_tokens: tuple[str, ...] | None = option(
         None, aliases=("--tiktoken-special-tokens",)
@@ -114,9 +116,12 @@ class TokenizerConfig(Config):
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take two vocabulary files for those of GPT-2, as Megatron does."""
-        if values["vocab_file"] and values["merge_file"]:
+        """Take two vocabulary files for GPT-2's and one for BERT's, as Megatron does."""
+        vocab, merges = values["vocab_file"], values["merge_file"]
+        if vocab and merges:
             return {"tokenizer_type": "GPT2BPETokenizer"}
+        if vocab and not vocab.endswith(".json"):
+            return {"tokenizer_type": "BertWordPieceLowerCase"}
         return {}
 
     def __post_init__(self) -> None:

@@ -20,8 +20,8 @@ from megatron.core.tokenizers.files import (
 from megatron.core.tokenizers.library import (
     BPE_CACHE_WORDS,
     LibraryTokenizer,
+    add_sentinels,
     add_special_tokens,
-    sentinel_names,
 )
 
 KIND = "GPT2BPETokenizer"
@@ -51,7 +51,7 @@ def load(config: TokenizerConfig) -> LibraryTokenizer:
     tokenizer.decoder = library.decoders.ByteLevel()
     added = list(config.tokenizer_special_tokens or ())
     add_special_tokens(tokenizer, added)
-    sentinels = add_special_tokens(tokenizer, sentinel_names(config.vocab_extra_ids))
+    sentinels = add_sentinels(tokenizer, config.vocab_extra_ids)
     end = tokenizer.token_to_id(END_OF_TEXT)
     return LibraryTokenizer(
         tokenizer,

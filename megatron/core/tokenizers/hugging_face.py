@@ -17,7 +17,7 @@ from megatron.core.tokenizers.files import (
     require,
     wrong_format,
 )
-from megatron.core.tokenizers.library import LibraryTokenizer, add_special_tokens, sentinel_names
+from megatron.core.tokenizers.library import LibraryTokenizer, add_sentinels, add_special_tokens
 
 KIND = "HuggingFaceTokenizer"
 FLAG = "--tokenizer-model"
@@ -38,7 +38,7 @@ def load(config: TokenizerConfig) -> LibraryTokenizer:
     asked = [*names.values(), *(config.tokenizer_special_tokens or ())]
     added = [name for name in asked if tokenizer.token_to_id(name) is None]
     add_special_tokens(tokenizer, asked)
-    sentinels = add_special_tokens(tokenizer, sentinel_names(config.vocab_extra_ids))
+    sentinels = add_sentinels(tokenizer, config.vocab_extra_ids)
     if "eos" not in names:
         names.update(_usual_end(tokenizer))
     ids = {role: tokenizer.token_to_id(name) for role, name in names.items()}

@@ -5,8 +5,11 @@ batch is a matter of the process, see `use_threads`.
 """
 
 import json
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron.core.tokenizers.base import Ids, SpecialIds, Tokenizer
 
@@ -57,6 +60,15 @@ class LibraryTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._without_special(encoding.ids) for encoding in encodings]
 
+    def continues_word(self) -> NDArray[np.bool_] | None:
+        prefix = getattr(self._tokenizer.model, "continuing_subword_prefix", None)
+        if not prefix:
+            return None
+        found = np.zeros(self.vocab_size, dtype=bool)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            found[i] = token.startswith(prefix)
+        return found
+
     def _without_special(self, ids: list[int]) -> list[int]:
         if not self._spelled or self._spelled.keys().isdisjoint(ids):
             return ids
@@ -76,6 +88,24 @@ def add_special_tokens(tokenizer: Any, names: Sequence[str]) -> tuple[int, ...]:
     """Make ``names`` special tokens, with new ids for those not in the vocabulary; return ids."""
     tokenizer.add_special_tokens(list(names))
     return tuple(tokenizer.token_to_id(name) for name in names)
+
+
+def add_sentinels(tokenizer: Any, count: int) -> tuple[int, ...]:
+    """Return the ids of ``count`` sentinels, added where they are not in the vocabulary.
+
+    With a count of 0, those that the vocabulary has.
+    """
+    if count:
+        return add_special_tokens(tokenizer, sentinel_names(count))
+    return own_sentinels(tokenizer.token_to_id)
+
+
+def own_sentinels(token_id: Callable[[str], int | None]) -> tuple[int, ...]:
+    """Return the ids of <extra_id_0>, <extra_id_1>, ... as far as a vocabulary has them."""
+    ids: list[int] = []
+    while (found := token_id(f"<extra_id_{len(ids)}>")) is not None:
+        ids.append(found)
+    return tuple(ids)
 
 
 def _spelled_out(tokenizer: Any) -> dict[int, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.tokenizers.base import Ids, SpecialIds, Tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.tokenizers.files import import_library, read_file, require, wrong_format
-from megatron.core.tokenizers.library import sentinel_names
+from megatron.core.tokenizers.library import own_sentinels, sentinel_names
 from megatron.core.utils import UserError
 
 FLAG = "--tokenizer-model"
@@ -48,12 +48,12 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(
             kind=kind,
             vocab_size=self._pieces + len(names),
-            special=self._special("<EOD>" in added, extra),
+            special=self._special("<EOD>" in added, sentinels),
             contents=[contents],
             options={"added": names},
         )
 
-    def _special(self, has_eod: bool, sentinels: list[str]) -> SpecialIds:
+    def _special(self, has_eod: bool, sentinels: int) -> SpecialIds:
         own = {
             "pad": self._processor.pad_id(),
             "bos": self._processor.bos_id(),
@@ -71,7 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
             cls=self.token_id("<CLS>"),
             sep=self.token_id("<SEP>"),
             mask=self.token_id("<MASK>"),
-            sentinels=tuple(i for name in sentinels if (i := self.token_id(name)) is not None),
+            sentinels=own_sentinels(self.token_id)[: sentinels or None],
         )
 
     def token_id(self, token: str) -> int | None:

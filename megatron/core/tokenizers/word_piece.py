@@ -13,7 +13,7 @@ from megatron.core.tokenizers.files import (
     require,
     wrong_format,
 )
-from megatron.core.tokenizers.library import LibraryTokenizer, add_special_tokens, sentinel_names
+from megatron.core.tokenizers.library import LibraryTokenizer, add_sentinels, add_special_tokens
 
 VOCAB = "BERT's vocab.txt, a piece per line"
 REQUIRED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -40,7 +40,7 @@ def load(config: TokenizerConfig) -> LibraryTokenizer:
     tokenizer.decoder = library.decoders.WordPiece(prefix="##")
     added = [*ADDED, *(config.tokenizer_special_tokens or ())]
     add_special_tokens(tokenizer, [*REQUIRED, *added])
-    sentinels = add_special_tokens(tokenizer, sentinel_names(config.vocab_extra_ids))
+    sentinels = add_sentinels(tokenizer, config.vocab_extra_ids)
     find = tokenizer.token_to_id
     return LibraryTokenizer(
         tokenizer,

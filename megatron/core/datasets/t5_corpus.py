@@ -1,0 +1,170 @@
+"""An encoder-decoder's samples of one corpus, from flags."""
+
+from typing import Protocol
+
+from megatron.core.datasets.cache import IndexStore
+from megatron.core.datasets.config import DataConfig
+from megatron.core.datasets.gpt import GPTDataset, SampleOptions
+from megatron.core.datasets.sentence_corpus import SentenceMaker
+from megatron.core.datasets.source import DocumentSource, MockSource, TokenSource
+from megatron.core.datasets.sources import SplitSource
+from megatron.core.datasets.span_corruption import NoiseShape
+from megatron.core.datasets.stream_corpus import Cut, StreamBuilder
+from megatron.core.datasets.t5 import RandomMasking, T5Dataset, T5Options
+from megatron.core.datasets.token_info import TokenInfo
+from megatron.core.utils import Say, UserError
+
+MOCK_ROWS = 2000
+"""Enough for long runs, since rows repeat; an index over more would take longer than such runs."""
+
+
+class _Part(Protocol):
+    def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset: ...
+
+    def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None: ...
+
+
+class T5Maker:
+    """Makes data sets of span corruption.
+
+    Raises:
+        UserError: the tokenizer lacks tokens, or the lengths do not go together.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        info: TokenInfo,
+        seed: int,
+        store: IndexStore,
+        keep_partial: bool,
+        say: Say,
+    ) -> None:
+        options = t5_options(config, info)
+        self._text_ids = min(options.sentinels)
+        self._part: _Part
+        if config.t5.span_corruption == "ngrams":
+            self._part = SentenceMaker(config, info, seed, store, options, say)
+        else:
+            self._part = StreamMaker(config, info, seed, store, options, keep_partial, say)
+
+    def mock(self) -> MockSource:
+        """Return made-up rows, in which no sentinel stands."""
+        return MockSource(self._text_ids, 0, MOCK_ROWS)
+
+    def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset:
+        """Return the data set of one split of one corpus."""
+        return self._part.make(source, tokens, asked)
+
+    def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
+        """Return what a split has, if one pass over it yields no sample."""
+        return self._part.shortfall(source, tokens)
+
+
+def t5_options(config: DataConfig, info: TokenInfo) -> T5Options:
+    """Return how texts become samples under these flags.
+
+    Raises:
+        UserError: the tokenizer lacks sentinels, an end, or a token that the decoder begins with.
+    """
+    assert config.t5.decoder_seq_length is not None and info.tokenizer is not None
+    special, kind = info.tokenizer.special, info.tokenizer.kind
+    if not special.sentinels:
+        raise UserError(
+            f"span corruption needs sentinel tokens, but the {kind} has none (<extra_id_0>, "
+            "<extra_id_1>, ...); add them with --vocab-extra-ids 100"
+        )
+    if special.eos is None:
+        raise UserError(
+            f"an encoder-decoder's targets end with an end-of-sequence token, but the {kind} has "
+            "none; give a tokenizer that has one"
+        )
+    begin = special.bos if special.bos is not None else special.pad
+    if begin is None:
+        raise UserError(
+            "the decoder begins with the tokenizer's beginning-of-sequence token, or else with its "
+            f"padding, but the {kind} has neither; give a tokenizer that has one of them"
+        )
+    return T5Options(
+        encoder_seq_length=config.seq_length,
+        decoder_seq_length=config.t5.decoder_seq_length,
+        vocab_size=info.vocab_size,
+        begin=begin,
+        eos=special.eos,
+        pad=0 if special.pad is None else special.pad,  # never looked at
+        sentinels=special.sentinels,
+        encoder_ends=config.t5.span_corruption == "random_spans",
+    )
+
+
+class StreamMaker:
+    """Makes data sets of T5's kind: documents end to end, cut so that texts fill the encoder."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        info: TokenInfo,
+        seed: int,
+        store: IndexStore,
+        options: T5Options,
+        keep_partial: bool,
+        say: Say,
+    ) -> None:
+        t5 = config.t5
+        shape = NoiseShape(density=t5.mask_prob, mean_span_length=t5.mean_noise_span_length)
+        length = shape.longest_text(options.encoder_seq_length)
+        _check_random_spans(shape, length, options)
+        self._masking = RandomMasking(shape=shape, seed=seed)
+        self._options = options
+        self._text_options = SampleOptions(
+            seq_length=length, vocab_size=options.vocab_size, extra=0
+        )
+        cut = Cut(
+            tokens=length,
+            extra=0,
+            why=f"what fills --encoder-seq-length {options.encoder_seq_length} when "
+            f"--mask-prob {t5.mask_prob} of it is masked",
+            kind="T5StreamDataset",
+            mock_kind="T5StreamDataset",
+            keep_partial=keep_partial,
+        )
+        self._builder = StreamBuilder(config, info, seed, cut, store, say)
+
+    def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset:
+        """Return the data set of one split of one corpus."""
+        documents = DocumentSource(tokens)
+        stream = self._builder.build(source, documents, asked)
+        texts = GPTDataset(
+            documents, stream.plan, stream.index, self._text_options, stream.description
+        )
+        return T5Dataset(texts, self._masking, self._options)
+
+    def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
+        """Return what a split has, if one pass over it yields no sample."""
+        return self._builder.shortfall(source, DocumentSource(tokens))
+
+
+def _check_random_spans(shape: NoiseShape, length: int, options: T5Options) -> None:
+    """Refuse lengths and numbers of sentinels that samples do not fit."""
+    if not length:
+        raise UserError(
+            f"--encoder-seq-length ({options.encoder_seq_length}) is too short for a text of two "
+            "tokens with --span-corruption random_spans; raise it"
+        )
+    _, targets = shape.lengths(length)
+    _, spans = shape.counts(length)
+    how = (
+        f"--encoder-seq-length {options.encoder_seq_length}, --mask-prob {shape.density} and "
+        f"--mean-noise-span-length {shape.mean_span_length} make texts of {length} tokens with "
+        f"{spans} spans"
+    )
+    if targets > options.decoder_seq_length:
+        raise UserError(
+            f"--decoder-seq-length ({options.decoder_seq_length}) is too short: {how}, whose "
+            f"targets are of {targets} tokens; give at least that"
+        )
+    if spans > len(options.sentinels):
+        raise UserError(
+            f"the tokenizer has {len(options.sentinels)} sentinel tokens, but {how}; give "
+            f"--vocab-extra-ids at least {spans}"
+        )
