@@ -44,14 +44,15 @@ def kept(
         sharers: of the microbatch.
     """
     topk = experts_TK.shape[1]
-    expert_N = sharers.everything(experts_TK).flatten()
-    order_N = sharers.everything(tokens_T).repeat_interleave(topk).argsort(stable=True)
+    mine_TX = torch.cat((experts_TK, tokens_T.unsqueeze(1), late_T.unsqueeze(1)), 1)
+    numbers_TX = sharers.everything(mine_TX)
+    expert_N = numbers_TX[:, :topk].flatten()
+    token_N, late_N = (numbers_TX[:, column].repeat_interleave(topk) for column in (-2, -1))
     # The least of the reasons first: a stable sort leaves those before it as they are.
+    order_N = token_N.argsort(stable=True)
     if weights_TK is not None:
-        weight_N = sharers.everything(weights_TK.detach()).flatten()
-        order_N = _sorted(order_N, -weight_N)
-    order_N = _sorted(order_N, sharers.everything(late_T).repeat_interleave(topk))
-    order_N = _sorted(order_N, expert_N)
+        order_N = _sorted(order_N, -sharers.everything(weights_TK.detach()).flatten())
+    order_N = _sorted(_sorted(order_N, late_N), expert_N)
     sorted_N = expert_N[order_N]
     # Of a run of equal experts, how far each stands behind the first.
     place_N = torch.arange(len(sorted_N), device=sorted_N.device)

@@ -84,17 +84,18 @@ class MoELayer(nn.Module):
         else:
             positions = x_SBH.shape[0]
             filled_SBH, context = _filled(x_SBH, context, self.axis.size)
-            own_SBH = self._routed(mappings.cut(filled_SBH, self.axis), context)
+            added = filled_SBH.shape[0] - positions
+            own_SBH = self._routed(mappings.cut(filled_SBH, self.axis), context, added)
             y_SBH = mappings.join(own_SBH, self.axis)[:positions]
         if self.shared_experts is not None:
             shared = partial(self.shared_experts, context=context)
             y_SBH = y_SBH + self.run_shared(shared, x_SBH)
         return y_SBH
 
-    def _routed(self, x_SBH: Tensor, context: Context) -> Tensor:
+    def _routed(self, x_SBH: Tensor, context: Context, added: int = 0) -> Tensor:
         """Return what the routed experts make of this rank's tokens."""
-        x_TH = x_SBH.flatten(0, 1)
-        routing = self.router(x_TH, context, (x_SBH.shape[0], x_SBH.shape[1]))
+        x_TH, shape = x_SBH.flatten(0, 1), (x_SBH.shape[0], x_SBH.shape[1])
+        routing = self.router(x_TH, context, shape, filled=added)
         y_TH = self.dispatch(x_TH, routing, self.experts)
         return y_TH.view_as(x_SBH)
 
