@@ -55,6 +55,7 @@ LINES = (
     "arguments trainer",
     "explain plan",
     "memory_use",
+    "loop_parts",
     "pretrain",
     "verification",
 )

@@ -82,6 +82,12 @@ def refuse(model: torch.nn.Module) -> None:
     raise UserError("--planted (1) must be 2")
 
 
+def press_ctrl_c(model: torch.nn.Module) -> None:
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(LIMIT)
+
+
 def exit_early(model: torch.nn.Module) -> None:
     time.sleep(2)
     sys.exit(3)
@@ -263,6 +269,14 @@ def test_a_rank_without_memory_says_what_would_need_less(tmp_path: Path) -> None
     assert planned.startswith("  planned: ")
     assert any(line.startswith("    --micro-batch-size 1: saves ") for line in advice)
     assert "out of memory" in error_file(tmp_path, 0)
+
+
+def test_ctrl_c_that_one_rank_sees_first_ends_all_as_interrupted(tmp_path: Path) -> None:
+    ended = launch(tmp_path, 2, press_ctrl_c, 1)
+    assert ended.codes == [130, 130]
+    assert ended.lines == ["pretrain_gpt: [dp1] interrupted"]
+    left = status(tmp_path)
+    assert (left["reason"], left["resubmit"], left["iteration"]) == ("interrupted", False, 1)
 
 
 def test_an_exit_of_the_programs_own_code_is_a_failure(tmp_path: Path) -> None:

@@ -124,7 +124,13 @@ def test_a_later_signal_has_its_default_action_and_an_echo_none() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "resubmit"),
-    [("complete", False), ("signal", True), ("duration", True), ("failure", False)],
+    [
+        ("complete", False),
+        ("signal", True),
+        ("duration", True),
+        ("failure", False),
+        ("interrupted", False),
+    ],
 )
 def test_run_status_says_whether_to_resubmit(
     reason: run_status.Reason, resubmit: bool, tmp_path: Path

@@ -200,7 +200,8 @@ def parts_line(parts: Sequence[str], config: CheckpointConfig, fresh: bool) -> s
     """Return which parts came from the checkpoint, and why the others did not."""
     reasons = {
         "optimizer": "not asked for" if config.load_optim else "--no-load-optim",
-        "random": "--no-load-rng" if not config.load_rng else "not stored",
+        "random": "from the seed, since "
+        + ("the checkpoint has none for every rank" if config.load_rng else "--no-load-rng"),
         "progress": "weights only",
     }
     if fresh:

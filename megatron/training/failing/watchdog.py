@@ -141,8 +141,8 @@ class Watchdog(threading.Thread):
         hub: of this process; None on ranks other than 0.
     """
 
-    on_failure: Callable[[str], None] | None = None
-    """Told of the cause before the process ends, in the watchdog's thread."""
+    on_failure: Callable[[str, int], None] | None = None
+    """Told of the cause and the exit code before the process ends, in the watchdog's thread."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ class Watchdog(threading.Thread):
             # torchrun shows the earliest: that of the rank that is to blame.
             write_error_file(message, stack, cause.when + (self._rank != cause.rank))
             if self.on_failure is not None:
-                self.on_failure(message)
+                self.on_failure(message, cause.code)
         except OSError as error:  # a full disk, say, must not keep the process from ending
             self._print(f"{named(self._places, self._rank)} could not note its end: {error}")
 

@@ -6,12 +6,47 @@ from typing import Any, Literal
 
 from megatron.core.utils import atomic_path
 from megatron.training import stopping
+from megatron.training.failing.failure import INTERRUPTED
 
 NAME = "run_status.json"
-Reason = Literal["running"] | stopping.Reason
-"""A file that says ``running`` after its process is gone: the process was killed."""
+Reason = Literal["running", "interrupted"] | stopping.Reason
+"""A file that says ``running`` after its process is gone: the process was killed. ``interrupted``
+is Ctrl-C (SIGINT) where `--exit-signal-handler` does not wait for it."""
 RESUBMIT: tuple[Reason, ...] = ("running", "interval", "duration", "signal")
 """Reasons after which the same command, started again, carries on as its user wants."""
+
+
+class StatusFile:
+    """The status of one run.
+
+    Args:
+        save: the folder of checkpoints; None for a run that saves nowhere.
+        writes: whether this process writes the file; others only know what stands in it.
+    """
+
+    def __init__(self, save: str | None, *, writes: bool) -> None:
+        self._save, self._writes = save, writes
+        self.attempt = 0
+        """Restarts before this run."""
+        self.checkpoint: Path | None = None
+        """The newest checkpoint of this run."""
+
+    def write(self, reason: Reason, iteration: int, message: str | None = None) -> None:
+        """Write why the run stopped, and after how many iterations."""
+        if self._writes:
+            write(
+                self._save,
+                reason=reason,
+                iteration=iteration,
+                checkpoint=str(self.checkpoint) if self.checkpoint else None,
+                attempt=self.attempt,
+                message=message,
+            )
+
+    def failed(self, iteration: int, message: str, code: int) -> None:
+        """Write that the run ends with an error, or because somebody pressed Ctrl-C."""
+        interrupted = code == INTERRUPTED
+        self.write("interrupted" if interrupted else "failure", iteration, message)
 
 
 def write(

@@ -126,6 +126,22 @@ def test_sig_01_without_the_option_a_signal_ends_the_process_at_once(
     assert Path(tmp_path, left["checkpoint"]).is_dir()  # published before, so it is known
 
 
+def test_ctrl_c_without_the_option_is_told_from_a_failure(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Interfering(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run("--train-iters", 100, "--save", "save", "--save-interval", 2)
+    assert status() == {
+        "reason": "interrupted",
+        "iteration": 2,
+        "checkpoint": "save/iter_0000002",
+        "resubmit": False,
+        "attempt": 0,
+        "message": "interrupted",
+    }
+
+
 def test_a_stop_file_saves_stops_and_goes(
     run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
