@@ -48,7 +48,8 @@ LINES = (
     "checkpoint_config log_config loop_config",
     "batches config replica_check",
     "data garbage health objective processes profiling startup stopping wording",
-    "agreement checkpoints data_trace idle_data idle_layout layout_rules passes records",
+    "agreement checkpoints data_trace idle_data idle_experts idle_layout layout_rules passes "
+    + "records",
     "batch_rules build device_choices evaluation generation idle memory_rules model_rules step "
     + "nearest_layout",
     "planner rules",

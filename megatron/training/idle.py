@@ -3,6 +3,7 @@
 from megatron.core.config import specs
 from megatron.training.config import RunConfig
 from megatron.training.idle_data import idle_data
+from megatron.training.idle_experts import idle_experts
 from megatron.training.idle_layout import idle_layout, size_flag
 from megatron.training.layout_rules import Origins
 from megatron.training.processes.group_settings import without_group
@@ -62,11 +63,7 @@ def _idle(config: RunConfig) -> dict[str, str]:
     idle |= _idle_saving(config) | _idle_fusions(config)
     if not config.model.mtp.depths:
         idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"
-    if config.model.moe.num_experts is None:
-        moe, router = config.model.moe.flatten(), config.model.router.flatten()
-        idle |= dict.fromkeys((*moe, *router), "no --num-experts")
-        del idle["num_experts"]
-    idle |= _idle_schedule(config) | _idle_rules(config)
+    idle |= idle_experts(config) | _idle_schedule(config) | _idle_rules(config)
     if not config.training.exit_signal_handler:
         idle["exit_signal"] = "no --exit-signal-handler"
     idle |= _idle_evaluation(config)

@@ -33,6 +33,23 @@ def notes(words: str) -> list[str]:
             1,
             "--optimizer-offload-fraction is 0",
         ),
+        ("--moe-router-topk 3 --moe-aux-loss-coeff 0.1", 2, "no --num-experts"),
+        ("--num-experts 4 --moe-token-drop-policy position", 1, "no --moe-expert-capacity-factor"),
+        (
+            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1",
+            1,
+            "no --moe-router-enable-expert-bias",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss",
+            1,
+            "--moe-aux-loss-coeff is 0",
+        ),
+        (
+            "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 2",
+            2,
+            "a token may use every group",
+        ),
         ("--no-save-optim --no-save-rng --exit-on-failed-save", 3, "no --save"),
         ("--save-interval 3 --save-keep-last 2", 2, "no --save"),
         ("--no-verify-integrity --dist-ckpt-strictness log_all", 2, "no --load"),

@@ -1,0 +1,27 @@
+"""Settings of experts and their routers that change nothing in a run, each with the reason."""
+
+from megatron.core.transformer.moe.router_config import LOSS_NAMES
+from megatron.training.config import RunConfig
+
+
+def idle_experts(config: RunConfig) -> dict[str, str]:
+    """Return the settings of experts that need others which are not there."""
+    moe, router = config.model.moe, config.model.router
+    if moe.num_experts is None:
+        idle = dict.fromkeys((*moe.flatten(), *router.flatten()), "no --num-experts")
+        del idle["num_experts"]
+        return idle
+    idle = {}
+    if router.capacity_factor is None:
+        idle["moe_token_drop_policy"] = "no --moe-expert-capacity-factor"
+    if not router.moe_router_enable_expert_bias:
+        idle["moe_router_bias_update_rate"] = "no --moe-router-enable-expert-bias"
+    if router.moe_router_load_balancing_type[0] in LOSS_NAMES and not any(
+        router.moe_aux_loss_coeff
+    ):
+        idle["moe_router_load_balancing_type"] = "--moe-aux-loss-coeff is 0"
+    groups = router.moe_router_num_groups
+    if groups is not None and groups == router.moe_router_group_topk:
+        names = ("moe_router_num_groups", "moe_router_group_topk")
+        idle |= dict.fromkeys(names, "a token may use every group")
+    return idle
