@@ -17,6 +17,8 @@ from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.layers import without_memory
 from megatron.core.tokenizers.vocabulary import Vocabulary
+from megatron.core.transformer.plan import routers_of
+from megatron.training.batches import Batch
 from megatron.training.config import RunConfig
 from megatron.training.objective import Objective
 from megatron.training.passes import Activation, ForwardStep, Passes
@@ -102,9 +104,16 @@ def build_passes(
 
 
 def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
-    """Return the objective of a run, with the losses of multi-token prediction if there are."""
-    per_token, mtp = config.training.calculate_per_token_loss, config.model.mtp
-    if not mtp.depths:
-        return Objective(per_token, mesh)
-    prepare = functools.partial(look_ahead, depths=mtp.depths)
-    return Objective(per_token, mesh, mtp.loss_weights, prepare)
+    """Return the objective of a run, with the losses of multi-token prediction and routers."""
+    model, routers = config.model, routers_of(config.model)
+    prepare: Callable[[Batch], Batch] = dict
+    if model.mtp.depths:
+        prepare = functools.partial(look_ahead, depths=model.mtp.depths)
+    return Objective(
+        config.training.calculate_per_token_loss,
+        mesh,
+        model.mtp.loss_weights,
+        model.router.loss_weights if routers else {},
+        routers,
+        prepare,
+    )

@@ -84,12 +84,13 @@ def is_read(config: RunConfig, pp_coordinate: int) -> bool:
     """Return whether a rank of the pipeline reads samples.
 
     It does if it holds an end of the model, or if a sample says more to a layer than its hidden
-    states do.
+    states do; routers of experts ask which tokens count.
     """
     ends = {0, config.placement.num_stages - 1}
     if not ends.isdisjoint(config.placement.positions(pp_coordinate)):
         return True
-    return config.data.reset_position_ids or config.data.reset_attention_mask
+    data, has_routers = config.data, config.model.moe.num_experts is not None
+    return data.reset_position_ids or data.reset_attention_mask or has_routers
 
 
 def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:

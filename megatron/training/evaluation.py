@@ -77,7 +77,7 @@ class Evaluator:
 
     def run(self, held_out: EvaluationSet) -> dict[str, float]:
         """Return the losses by name, and move the set's position on; a collective."""
-        sums = self._passes.accumulator()
+        sums = self._passes.accumulator(trains=False)
         self._passes.evaluate(held_out.batches.take(held_out.count), held_out.count, sums)
         held_out.consumed_samples += held_out.samples
         totals = sums.reduce()

@@ -140,11 +140,9 @@ def pipeline_holds_the_layers(config: RunConfig, origins: Origins) -> None:
 
 
 def sequence_divides(config: RunConfig, origins: Origins) -> None:
-    """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism or experts."""
+    """The sequence is cut into 2 x CP pieces, and over TP with sequence parallelism."""
     parallel = config.parallel
-    # Routers of experts have a share of the positions each, with or without sequence parallelism.
-    cuts = parallel.sequence_parallel or config.model.moe.num_experts is not None
-    tp = parallel.tensor_model_parallel_size if cuts else 1
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     check_sequence(config.data.seq_length, parallel.context_parallel_size, tp)
 
 

@@ -87,9 +87,6 @@ def routers_do_what_is_built(config: RunConfig, origins: Origins) -> None:
     if config.model.moe.num_experts is None:
         return
     later = {
-        "--moe-aux-loss-coeff or --moe-z-loss-coeff": bool(router.loss_weights),
-        "--moe-router-enable-expert-bias": router.moe_router_enable_expert_bias,
-        "--moe-n-hash-layers": router.moe_n_hash_layers > 0,
         "--moe-pad-expert-input-to-capacity": router.moe_pad_expert_input_to_capacity,
     }
     for flag, given in later.items():

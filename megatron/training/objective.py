@@ -18,6 +18,10 @@ Each has a mask of its own, and its mean over a microbatch counts as much as the
 loss does: over one denominator, then. (Per token, a plain sum would count less, since tokens
 further ahead are fewer. Megatron-LM does the same.)
 
+Losses of routers of experts are functions of one microbatch, made on whatever stage has the layer
+(`core.transformer.moe.balanced`): of each the mean over the layers counts as the mean of a
+microbatch's main loss does, and so over the same denominator. Their weights are of each layer.
+
 Shapes: B samples of a microbatch, S positions of this rank.
 """
 
@@ -107,6 +111,10 @@ class Objective:
     mesh: Mesh
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     """Weights of the auxiliary losses, by name."""
+    balanced: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the losses of routers, by name."""
+    routers: int = 0
+    """Layers with routers in the whole model."""
     prepare: Callable[[Batch], Batch] = dict
     """Adds to a microbatch, before its samples are cut over ranks, what auxiliary losses need."""
 
@@ -143,6 +151,10 @@ class Objective:
             share = share * (whole > 0)
         return Terms(total / whole.clamp(min=1.0), share, count, tuple(means))
 
+    def share_of(self, valid: Tensor) -> Tensor:
+        """Return the denominator of a whole microbatch, fp64, from its number of valid tokens."""
+        return valid.double() if self.per_token else torch.ones_like(valid, dtype=torch.float64)
+
     def minimised(self, terms: Terms) -> Tensor:
         """Return the numerator of what backward starts from."""
         weights = self.auxiliary.values()
@@ -159,13 +171,21 @@ def _masked_sum(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
 class Accumulator:
     """Sums the terms of this rank's microbatches, on the device, in fp64.
 
-    ``auxiliary`` names the auxiliary losses, alike on all ranks. ``counts`` is false where another
-    rank adds the same terms.
+    ``auxiliary`` names the auxiliary losses, and ``balanced`` those of routers, alike on all ranks.
+    ``counts`` is false where another rank adds the same terms.
     """
 
-    def __init__(self, mesh: Mesh, auxiliary: Sequence[str] = (), *, counts: bool = True) -> None:
-        self._mesh, self._names, self._counts = mesh, tuple(auxiliary), counts
-        self._sums = torch.zeros(3 + len(auxiliary), dtype=torch.float64, device=mesh.device)
+    def __init__(
+        self,
+        mesh: Mesh,
+        auxiliary: Sequence[str] = (),
+        balanced: Sequence[str] = (),
+        *,
+        counts: bool = True,
+    ) -> None:
+        self._mesh, self._names, self._counts = mesh, (*auxiliary, *balanced), counts
+        self._first = 3 + len(auxiliary)
+        self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=mesh.device)
 
     def add(
         self,
@@ -177,7 +197,19 @@ class Accumulator:
         """Add one microbatch."""
         if self._counts:
             numbers = torch.stack([numerator, denominator, tokens, *auxiliary])
-            self._sums += numbers.detach().double()
+            self._sums[: self._first] += numbers.detach().double()
+
+    def add_balanced(self, means: Mapping[str, Tensor], share: Tensor) -> None:
+        """Add what the routers of a chunk lost on one microbatch, equal on all ranks that share it.
+
+        Args:
+            means: of this chunk's layers, summed, over the number of all layers; by name.
+            share: the denominator of the microbatch.
+        """
+        if self._mesh.tp.coordinate == self._mesh.cp.coordinate == 0:
+            for number, name in enumerate(self._names[self._first - 3 :], self._first):
+                if name in means:
+                    self._sums[number] += means[name].double() * share
 
     def reduce(self, seen: tuple[bool, bool, bool] = (False, False, False)) -> Totals:
         """Return the sums over the world; a collective, and the one wait for the device.

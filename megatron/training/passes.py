@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Action, Schedule
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.layers import postponing
+from megatron.core.transformer.moe.balanced import Balance
 from megatron.core.utils import divide
 from megatron.training.batches import Batch
 from megatron.training.objective import Accumulator, Objective, TokenLosses
@@ -103,11 +104,15 @@ class Passes:
             around=self._around,
         )
 
-    def accumulator(self) -> Accumulator:
-        """Return sums that count this rank's losses, if it is one whose losses count."""
+    def accumulator(self, *, trains: bool = True) -> Accumulator:
+        """Return sums that count this rank's losses, if it is one whose losses count.
+
+        Routers have losses where the model ``trains``.
+        """
         # Losses exist on the last stage, equal on all tensor-parallel ranks: one of them counts.
         counts = self.holds_last and self.mesh.tp.coordinate == 0
-        return Accumulator(self.mesh, tuple(self.objective.auxiliary), counts=counts)
+        balanced = tuple(self.objective.balanced) if trains else ()
+        return Accumulator(self.mesh, tuple(self.objective.auxiliary), balanced, counts=counts)
 
     def train(
         self,
@@ -136,8 +141,13 @@ class Passes:
         feed = self._feed(iter(microbatches))
 
         def forward(chunk: int, number: int, x: Tensor | None) -> Tensor:
-            batch = feed.use(number)
+            batch, share = feed.use(number), feed.share_of(number)
+            balance = self._balance(chunk, batch, None if share is None else share / divisor)
             out = self.forward_step(self.chunks[chunk], batch, x, key_of(number))
+            if balance is not None and share is not None:
+                routers = self.objective.routers
+                means = {name: total / routers for name, total in balance.sums().items()}
+                sums.add_balanced(means, share)
             if isinstance(out, Tensor):
                 return out
             terms = self.objective.terms(out)
@@ -163,7 +173,9 @@ class Passes:
             feed = self._feed(source)
 
             def forward(chunk: int, number: int, x: Tensor | None, feed: _Feed = feed) -> Tensor:
-                out = self.forward_step(self.chunks[chunk], feed.use(number), x, None)
+                batch = feed.use(number)
+                self._balance(chunk, batch, None)
+                out = self.forward_step(self.chunks[chunk], batch, x, None)
                 if isinstance(out, Tensor):
                     return out
                 terms = self.objective.terms(out, empty_counts=False)
@@ -171,6 +183,14 @@ class Passes:
                 return terms.numerator
 
             self._executor.run(self._schedule(size).evaluation, forward, feed.shape_of)
+
+    def _balance(self, chunk: int, batch: Batch, start: Tensor | None) -> Balance | None:
+        """Tell the routers of a chunk which microbatch comes next, if there are routers."""
+        if not self.objective.routers:
+            return None
+        balance = Balance(batch.get("loss_mask"), self.objective.balanced, start)
+        self.chunks[chunk].balance = balance  # type: ignore[assignment]
+        return balance
 
     def _schedule(self, count: int) -> Schedule:
         return self.pipeline.schedule(self.placement, count)
@@ -184,24 +204,30 @@ class Passes:
     def _feed(self, source: Iterator[Batch]) -> "_Feed":
         if self.holds_last:
             source = map(self.objective.prepare, source)
-        return _Feed(source, len(self.chunks), self.activation, self.mesh)
+        return _Feed(source, len(self.chunks), self.activation, self.objective)
 
 
 class _Feed:
     """Microbatches as they are asked for, each kept until every chunk has used it."""
 
     def __init__(
-        self, source: Iterator[Batch], uses: int, activation: Activation, mesh: Mesh
+        self, source: Iterator[Batch], uses: int, activation: Activation, objective: Objective
     ) -> None:
         self._source, self._uses = source, uses
-        self._activation, self._mesh = activation, mesh
+        self._activation, self._objective, self._mesh = activation, objective, objective.mesh
         self._shapes: list[Shape] = []
+        self._shares: list[Tensor | None] = []
         self._kept: dict[int, tuple[Batch, int]] = {}
 
     def shape_of(self, number: int) -> Shape:
         """Return the shape of a microbatch's activation, which may have to be read for that."""
         self._read(number)
         return self._shapes[number]
+
+    def share_of(self, number: int) -> Tensor | None:
+        """Return the denominator of a whole microbatch, where routers have losses."""
+        self._read(number)
+        return self._shares[number]
 
     def use(self, number: int) -> Batch:
         """Return this rank's share of a microbatch."""
@@ -217,6 +243,10 @@ class _Feed:
             samples, sequence = shape.samples, shape.sequence
             if "tokens" in batch:
                 samples, sequence = batch["tokens"].shape
+            share = None
+            if self._objective.balanced:
+                share = self._objective.share_of(batch["loss_mask"].sum())
+            self._shares.append(share)
             local = divide(sequence, shape.shares) if shape.width else sequence
             self._kept[len(self._shapes)] = (
                 cut_microbatch(batch, self._mesh.cp.coordinate, self._mesh.cp.size),

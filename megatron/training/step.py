@@ -3,6 +3,7 @@
     passes               -> forward and backward of each microbatch, gradients add up
     gradients            -> summed over replicas
     sums over the world  -> loss, valid tokens, reasons to stop
+    routers              -> biases of experts, where there are
     optimizer            -> one scale for denominator and clipping, update
 
 A batch without a valid token, and one whose loss or gradient is not finite or whose loss is a
@@ -31,6 +32,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.precision.loss_scaler import LossScaler
 from megatron.core.rng import DropoutKey
+from megatron.core.transformer.moe.router import update_expert_biases
 from megatron.training.batches import Batch
 from megatron.training.health import Health
 from megatron.training.objective import Totals
@@ -148,6 +150,7 @@ class TrainStep:
         self.health.check_spike(totals.loss, plan.iteration, plan.samples)
         scale, norms = divisor * replicas.divisor / totals.denominator, {}
         self.before_update()
+        update_expert_biases(self.passes.chunks)
         with self.timers.measure("optimizer"):
             if self.group_norms:
                 norms = self.optimizer.norms.by_group(scale)

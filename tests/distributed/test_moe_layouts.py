@@ -20,15 +20,23 @@ BASE = (
     "--attention-dropout 0 --hidden-dropout 0 --fp64 --init-method-std 0.2 --device cpu "
     "--adam-eps 1e-3 --num-experts 8 --moe-ffn-hidden-size 20"
 )
+SIGMOID = (
+    "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.05 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 1.5 --moe-router-load-balancing-type none "
+    "--moe-n-hash-layers 1 --swiglu"
+)
 VARIANTS = {
-    "plain": "--moe-router-topk 2",
+    "plain": "--moe-router-topk 2 --moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.05",
     "rich": (
         "--position-embedding-type rope --untie-embeddings-and-output-weights --swiglu "
         "--normalization RMSNorm --disable-bias-linear --group-query-attention "
         "--num-query-groups 2 --no-calculate-per-token-loss --moe-router-topk 3 "
-        "--moe-layer-freq [0]+[1]*3 --moe-shared-expert-intermediate-size 16 "
-        "--moe-shared-expert-gate"
+        "--moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+        "--moe-aux-loss-coeff 0.2 0.3 --moe-layer-freq [0]+[1]*3 "
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
     ),
+    "biased": SIGMOID,
 }
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -82,6 +90,8 @@ def test_equals_the_serial_run(
 ) -> None:
     variant, expected = serial
     found, moved = outcome(pool, world, f"{VARIANTS[variant]} {layout}")
+    # Losses of routers are compared, too.
+    assert len(found.losses) == (1 if variant == "biased" else 3) * ITERATIONS
     apart = outcomes.compare(found, expected)
     assert apart.are_equal, apart
     assert found.traffic == moved

@@ -34,6 +34,7 @@ from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
+from megatron.core.transformer.moe.balanced import Balance
 from megatron.core.transformer.position import rotary_tables
 from megatron.core.transformer.saving import Saving
 
@@ -99,6 +100,9 @@ class GPTModel(nn.Module):
         if self.stage.num_mtp_layers:
             self.mtp = MultiTokenPrediction(depths, around)
         self.rotary = rotary_tables(config, mesh, dtype)
+        self.balance: Balance | None = None
+        """Of the microbatch that comes next, for routers of experts; absent, all tokens count and
+        auxiliary losses do not."""
         sharding.name_parameters(self)
 
     def forward(
@@ -143,7 +147,11 @@ class GPTModel(nn.Module):
         rotary = self.rotary(length, position_ids_BS) if self.rotary else None
         queries = position_ids_BS if cache is not None else None
         tokens_SB = None if tokens_BS is None else tokens_BS.t()
-        context = Context(rotary, packing, dropout, cache, queries, tokens_SB=tokens_SB)
+        valid_BS = None if self.balance is None else self.balance.valid_BS
+        valid_SB = None if valid_BS is None else valid_BS.t() > 0
+        context = Context(
+            rotary, packing, dropout, cache, queries, self.balance, valid_SB, tokens_SB
+        )
         with self.saving.forward(rotary or ()):
             return self._through(x_SBH, labels_BS, context, ahead)
 
@@ -158,7 +166,7 @@ class GPTModel(nn.Module):
         if labels_BS is None or self.mtp is None:
             return losses_BS
         assert ahead is not None and self.embedding is not None, "look_ahead() gives what is needed"
-        states = self.mtp(x_SBH, ahead.tokens_BSK, self.embedding, context)
+        states = self.mtp(x_SBH, ahead, self.embedding, context)
         labels = ahead.labels_BSK.unbind(-1)
         further = map(self.output_layer, states, labels)
         return torch.stack([losses_BS, *further])

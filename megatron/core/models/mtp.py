@@ -118,21 +118,24 @@ class MultiTokenPrediction(nn.Module):
         self.run = around.saving.ahead()
 
     def forward(
-        self, x_SBH: Tensor, tokens_BSK: Tensor, embedding: LanguageEmbedding, context: Context
+        self, x_SBH: Tensor, ahead: Ahead, embedding: LanguageEmbedding, context: Context
     ) -> list[Tensor]:
         """Return the hidden states of every depth, ready for the head.
 
         Args:
             x_SBH: what the head sees of the model itself.
-            tokens_BSK: the tokens that each depth is told.
+            ahead: the tokens that each depth is told, and which count.
             embedding: of the model.
             context: as for the layers of the model.
         """
         states = []
         for depth, layer in enumerate(self.layers.values()):
             key = _key(context.dropout, depth)
-            embedded_SBH = embedding(tokens_BSK[..., depth], None, key)
-            whole = partial(layer, context=replace(context, dropout=key))
+            tokens_BS, mask_BS = ahead.tokens_BSK[..., depth], ahead.mask_BSK[..., depth]
+            embedded_SBH = embedding(tokens_BS, None, key)
+            valid_SB = None if context.valid_SB is None else mask_BS.t() > 0
+            own = replace(context, dropout=key, valid_SB=valid_SB, tokens_SB=tokens_BS.t())
+            whole = partial(layer, context=own)
             x_SBH = self.run(whole, x_SBH, embedded_SBH)
             states.append(x_SBH)
         return states

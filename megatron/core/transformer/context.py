@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.kernels.attention import Packing
 from megatron.core.rng import DropoutKey
+from megatron.core.transformer.moe.balanced import Balance
 
 
 class KeyValueCache(Protocol):
@@ -40,6 +41,8 @@ class Context:
     cache: KeyValueCache | None = None
     query_positions_BS: Tensor | None = None
     """Where the queries stand among the cached keys."""
+    balance: Balance | None = None
+    """Where layers with experts leave their auxiliary losses; None where these do not count."""
     valid_SB: Tensor | None = None
     """Tokens that count in the auxiliary losses of routers, bool, of the positions that this
     context-parallel rank holds; None for all."""

@@ -47,6 +47,8 @@ class ParameterShape:
     """Gain of a query or key norm, which --apply-wd-to-qk-layernorm decays."""
     expert: bool = False
     """Its replicas are those of experts."""
+    trained: bool = True
+    """An optimizer updates it; else it lies in no buffer."""
     vectors: bool = False
     """It has several dims, and is no matrix: biases of several experts, or a single row."""
 
@@ -139,7 +141,7 @@ def _layer(
         if sublayer.kind == "mlp":
             yield from _mlp(model, block, model.mlp.ffn_hidden_size, tp, parted)
         elif sublayer.kind == "moe":
-            yield from _experts(model, block, ranks)
+            yield from _experts(model, block, plan.number, ranks)
         elif sublayer.kind == "multi_latent_attention":
             yield from _latent_attention(model, block, tp, parted)
         else:
@@ -228,20 +230,26 @@ def _mlp(
         yield ParameterShape(f"{name}.linear_fc2.bias", (hidden,), kind, parted)
 
 
-def _experts(model: TransformerConfig, name: str, ranks: _Ranks) -> Iterator[ParameterShape]:
+def _experts(
+    model: TransformerConfig, name: str, layer: int, ranks: _Ranks
+) -> Iterator[ParameterShape]:
     """Yield a layer's router, its experts and its shared experts."""
+    by_token_id = layer < model.router.moe_n_hash_layers
     moe, hidden, parted = model.moe, model.hidden_size, ranks.parted
     assert moe.num_experts is not None
     # A rank routes tokens of its own, with or without sequence parallelism.
     own = ("tp",) if ranks.tp > 1 else ()
     yield ParameterShape(f"{name}.router.weight", (moe.num_experts, hidden), "router", own)
+    if model.router.moe_router_enable_expert_bias and not by_token_id:
+        biases = (moe.num_experts,)
+        yield ParameterShape(f"{name}.router.expert_bias", biases, "router", trained=False)
     experts, inner = moe.num_experts // ranks.ep, moe.moe_ffn_hidden_size // ranks.etp
     wide = inner * (2 if model.mlp.is_gated else 1)
-    for layer, shape in (
+    for matrix, shape in (
         ("linear_fc1", (experts, wide, hidden)),
         ("linear_fc2", (experts, hidden, inner)),
     ):
-        full = f"{name}.experts.{layer}"
+        full = f"{name}.experts.{matrix}"
         yield ParameterShape(f"{full}.weight", shape, "experts", expert=True)
         if model.add_bias_linear:
             yield ParameterShape(f"{full}.bias", shape[:2], "experts", expert=True, vectors=True)
@@ -453,7 +461,8 @@ def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[lis
     chunks = []
     by_torch, sizes = config.shared_by_torch, config.axis_sizes
     by_unit = config.replicas.shards_gradients and config.shares > 1 and not by_torch
-    for held in chunk_parameters(config, padded_rows, pp_rank):
+    for chunk in chunk_parameters(config, padded_rows, pp_rank):
+        held = [p for p in chunk if p.trained]
         if by_torch:
             items = buffer_items(held, config.optimizer)
             chunks.append(plan_rows(items, config.shares))

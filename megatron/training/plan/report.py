@@ -36,9 +36,10 @@ _AXES = {
     "ends": "first and last stage",
     "etp": "share each expert's matrices",
     "ep": "share out the experts",
+    "etp_ep": "hold all experts together, and send each other tokens",
     "edp": "replicas of the experts",
 }
-_OF_EXPERTS = ("etp", "ep", "edp")
+_OF_EXPERTS = ("etp", "ep", "etp_ep", "edp")
 MOST_SIZES = 20
 """Steps of a batch-size ramp that are shown."""
 
@@ -121,7 +122,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 
 def _process_groups(config: RunConfig) -> Iterator[str]:
     """Yield the axes that have several ranks; those that no flag names in words."""
-    has_experts = config.parallel.expert_model_parallel_size > 1
+    has_experts = config.model.moe.num_experts is not None
     for name, size in config.axis_sizes.items():
         if size > 1 and (has_experts or name not in _OF_EXPERTS):
             yield f"{name} {size}" + (f" ({_AXES[name]})" if name in _AXES else "")
@@ -169,7 +170,9 @@ def _content(stage: Stage) -> str:
 def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
     kinds = accounting.parameters_by_kind(config.model, vocabulary.rows)
     total = sum(kinds.values())
-    yield f"total {total:,} ({human_count(total)})"
+    active = accounting.active_parameters(config.model, vocabulary.rows)
+    visited = f", of which {human_count(active)} work on a token" if active < total else ""
+    yield f"total {total:,} ({human_count(total)}){visited}"
     for kind, count in kinds.items():
         yield f"  {kind:<20} {count:>17,}  {count / total:6.1%}"
     yield (
@@ -249,6 +252,7 @@ def _groups(config: RunConfig, vocabulary: PlannedVocabulary) -> Sequence[str]:
     entries = [
         groups.Entry(parameter.traits.name, group_of(parameter.traits), parameter.numel)
         for parameter in accounting.all_parameters(config.model, vocabulary.rows)
+        if parameter.trained
     ]
     groups.check_overrides(config.optimizer, [entry.name for entry in entries])
     return groups.describe(entries)

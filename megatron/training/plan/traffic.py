@@ -46,6 +46,11 @@ of one rank move nothing.
                                     activations one way, gradients the other; on any schedule
     ends            all_reduce      1 x rows H a        a tied matrix of padded rows / t, an
                                                         embedding copied for K > 0
+    tp, cp          all_reduce      m L x (2 E + 2) a   losses of routers; for each sample with
+                                                        seq_aux_loss
+    dp              all_gather      m L x d (E + 1) a   loads so far, of d replicas, with
+                                                        global_aux_loss
+    dp, tp, cp      all_reduce      1 x L E 8           loads that move biases of experts
     etp_ep, allgather   all_gather, reduce_scatter
                         2, 2 m L x R T H e              tokens, outputs and their gradients
                         1, 1 m L x R T K a              weights, and their gradients
@@ -95,10 +100,11 @@ checkpoints, evaluation.
 from collections.abc import Mapping
 
 from megatron.core.optimizer.groups import grouping
+from megatron.core.transformer.plan import routers_of
 from megatron.core.utils import human_bytes
 from megatron.training.config import RunConfig
 from megatron.training.plan.accounting import all_parameters
-from megatron.training.plan.traffic_passes import Book, Costs, add_passes
+from megatron.training.plan.traffic_passes import Book, Costs, add_biases, add_passes
 from megatron.training.plan.traffic_shares import add_gathers, add_sums
 from megatron.training.plan.traffic_updates import add_updates
 
@@ -126,14 +132,16 @@ def expected(
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=True)
     add_sums(book, config, padded_rows, num_microbatches, coordinates)
     add_updates(book, config, padded_rows, coordinates)
-    book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
+    add_biases(book, config, coordinates["pp"])
+    losses = config.model.mtp.depths + _router_losses(config)
+    book.add("world", "all_reduce", (TOTALS + losses) * FP64)
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:
         book.add("world", "all_reduce", FP64)
     if config.logging.log_grad_norms_by_group:
         group_of = grouping(config.optimizer)
         everyone = all_parameters(config.model, padded_rows)
-        count = len({group_of(parameter.traits).name for parameter in everyone})
+        count = len({group_of(p.traits).name for p in everyone if p.trained})
         book.add("world", "all_reduce", count * FP64)
     return book.costs
 
@@ -147,6 +155,10 @@ def expected_evaluation(
     add_gathers(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
     book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
     return book.costs
+
+
+def _router_losses(config: RunConfig) -> int:
+    return len(config.model.router.loss_weights) if routers_of(config.model) else 0
 
 
 def wire_bytes(op: str, payload: float, ranks: int) -> float:

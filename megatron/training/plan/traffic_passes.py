@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.moe.router_config import LOSS_NAMES
 from megatron.core.transformer.plan import BlockKind, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
@@ -52,6 +53,23 @@ def add_passes(
     for position in config.placement.positions(pp_rank):
         _Stage(book, config, stages[position], rows, count, trains).add()
         _transfers(book, config, position, count, trains)
+
+
+def add_biases(book: Book, config: RunConfig, pp_rank: int) -> None:
+    """Add the loads that move the biases of a rank's experts, once an iteration."""
+    model = config.model
+    if not model.router.moe_router_enable_expert_bias or model.moe.num_experts is None:
+        return
+    plan, biased = layer_plan(model), 0
+    for position in config.placement.positions(pp_rank):
+        stage = config.stages[position]
+        ahead = [mtp_layer_plan(model, depth) for depth in range(stage.num_mtp_layers)]
+        for layer in (*(plan[number] for number in stage.layers), *ahead):
+            has_experts = any(part.kind == "moe" for part in layer.sublayers)
+            biased += has_experts and layer.number >= model.router.moe_n_hash_layers
+    for axis in ("dp", "tp", "cp"):
+        size = biased * model.moe.num_experts * INDEX
+        book.add(axis, "all_reduce", size, calls=int(biased > 0))
 
 
 class _Heads(NamedTuple):
@@ -152,8 +170,24 @@ class _Stage:
             self._attend(context_kind, heads)
         self._leave_product()
 
+    def _router(self) -> None:
+        """Add what ranks that share a microbatch sum for the losses of its routers."""
+        losses, experts = self.config.model.router.loss_weights, self.config.model.moe.num_experts
+        if not (losses and self.trains):
+            return
+        assert experts is not None
+        samples, number = self.config.training.micro_batch_size, self.total
+        apart = samples if LOSS_NAMES["seq_aux_loss"] in losses else 1
+        for axis in ("tp", "cp"):
+            size = apart * (2 * experts + 2) * number
+            self.book.add(axis, "all_reduce", size, self.count * self.forwards)
+        if LOSS_NAMES["global_aux_loss"] in losses:  # once, whatever is recomputed
+            size = self.book.sizes["dp"] * (experts + 1) * number
+            self.book.add("dp", "all_gather", size, self.count)
+
     def _experts(self) -> None:
         """Add what brings tokens to their experts and back, and shared experts."""
+        self._router()
         book, model, sizes = self.book, self.config.model, self.book.sizes
         forwards, back = self.count * self.forwards, self.count * self.trains
         share = self.tokens // self.config.training.micro_batch_size

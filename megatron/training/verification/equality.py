@@ -115,6 +115,11 @@ def train(case: Case, mesh: Mesh) -> Share:
             replicas = optimizer.data_parallel
             scale = step.divisor(nominal) * replicas.divisor / nominal
             gradients.extend(_pieces(replicas.gradients(), scale))
+            # What is not trained, such as biases of experts, has none.
+            gradients.extend(
+                Piece(piece.name, piece.box, np.zeros_like(piece.values))
+                for piece in _weights(replicas, frozen=True)
+            )
         return False, False, False
 
     for iteration in range(1, config.total_iterations + 1):
@@ -183,11 +188,15 @@ def _pieces(parts: Iterable[tuple[Member, Tensor]], scale: float) -> list[Piece]
     return pieces
 
 
-def _weights(replicas: Replicas) -> list[Piece]:
-    """Return copies, in float64, of all weights that this rank computes with."""
+def _weights(replicas: Replicas, *, frozen: bool = False) -> list[Piece]:
+    """Return copies, in float64, of the weights that this rank computes with.
+
+    All of them, or with ``frozen`` only those that are not trained.
+    """
     return [
         Piece(record.name, region.logical, _copy(p[sharding.box_slices(region.local)]))
         for p in replicas.whole_parameters()
+        if not (frozen and p.requires_grad)
         for record in [sharding.of(p)]
         for region in record.regions
     ]

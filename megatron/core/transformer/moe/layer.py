@@ -93,10 +93,15 @@ class MoELayer(nn.Module):
         return y_SBH
 
     def _routed(self, x_SBH: Tensor, context: Context, added: int = 0) -> Tensor:
-        """Return what the routed experts make of this rank's tokens."""
+        """Return what the routed experts make of this rank's tokens.
+
+        ``added`` of the positions of all ranks along ``tp``, the last ones, were added.
+        """
         x_TH, shape = x_SBH.flatten(0, 1), (x_SBH.shape[0], x_SBH.shape[1])
         routing = self.router(x_TH, context, shape, filled=added)
         y_TH = self.dispatch(x_TH, routing, self.experts)
+        if context.balance is not None:
+            y_TH = context.balance.attach(y_TH, routing.losses, id(self))
         return y_TH.view_as(x_SBH)
 
 
