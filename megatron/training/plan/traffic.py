@@ -50,6 +50,8 @@ of one rank move nothing.
                                                         seq_aux_loss
     dp              all_gather      m L x d (E + 1) a   loads so far, of d replicas, with
                                                         global_aux_loss
+    tp, cp          all_gather      m L x T' (K + 2) 8  choices that full experts drop, with
+                                    m L x T' K a        --moe-expert-capacity-factor; weights
     dp, tp, cp      all_reduce      1 x L E 8           loads that move biases of experts
     etp_ep, allgather   all_gather, reduce_scatter
                         2, 2 m L x R T H e              tokens, outputs and their gradients
@@ -68,7 +70,8 @@ of one rank move nothing.
 Of layers with experts (of whom E in each) T = N / t are the tokens that a rank routes, K the
 choices of each, R the ranks along etp_ep and F those along etp. In an all-to-all a choice that is
 dropped moves nothing, and takes nothing from the payload: then the table says what it is at most.
-Shared experts move what an MLP moves.
+Shared experts move what an MLP moves. T' are the tokens gathered: t T over tp, then c t T over cp.
+Where --moe-router-dtype is finer a is of that.
 
 What replicas share out travels in other ways (`traffic_shares`); g are the bytes in which
 gradients travel.

@@ -11,13 +11,10 @@ from typing import NamedTuple
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.moe.router_config import LOSS_NAMES
 from megatron.core.transformer.plan import BlockKind, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-
-INDEX = 8
-"""Bytes of the number of an expert, or of a count."""
+from megatron.training.plan.traffic_routers import INDEX, add_router
 
 
 class Cost(NamedTuple):
@@ -35,7 +32,7 @@ class Book:
     """Adds up; an axis of one rank costs nothing."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes, self.costs = sizes, Costs()
+        self.sizes, self.costs = dict(sizes), Costs()
 
     def add(self, axis: str, op: str, size: int, calls: int = 1) -> None:
         """Add ``calls`` of ``size`` bytes each."""
@@ -170,30 +167,15 @@ class _Stage:
             self._attend(context_kind, heads)
         self._leave_product()
 
-    def _router(self) -> None:
-        """Add what ranks that share a microbatch sum for the losses of its routers."""
-        losses, experts = self.config.model.router.loss_weights, self.config.model.moe.num_experts
-        if not (losses and self.trains):
-            return
-        assert experts is not None
-        samples, number = self.config.training.micro_batch_size, self.total
-        apart = samples if LOSS_NAMES["seq_aux_loss"] in losses else 1
-        for axis in ("tp", "cp"):
-            size = apart * (2 * experts + 2) * number
-            self.book.add(axis, "all_reduce", size, self.count * self.forwards)
-        if LOSS_NAMES["global_aux_loss"] in losses:  # once, whatever is recomputed
-            size = self.book.sizes["dp"] * (experts + 1) * number
-            self.book.add("dp", "all_gather", size, self.count)
-
     def _experts(self) -> None:
         """Add what brings tokens to their experts and back, and shared experts."""
-        self._router()
         book, model, sizes = self.book, self.config.model, self.book.sizes
         forwards, back = self.count * self.forwards, self.count * self.trains
         share = self.tokens // self.config.training.micro_batch_size
         samples, width = self.config.training.micro_batch_size, model.hidden_size * self.weight
         # Ranks along tp route shares of the positions, which are filled up to divide.
         own = samples * -(-share // sizes["tp"])
+        add_router(book, self.config, own, self.count, self.forwards, trains=self.trains)
         if not self.split:
             book.add("tp", "all_gather", sizes["tp"] * own * width, forwards + back)
         assert model.moe.num_experts is not None
