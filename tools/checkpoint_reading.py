@@ -10,11 +10,11 @@ from typing import Any
 from megatron.bridge import files
 from megatron.bridge.settings import read_json
 from megatron.core.dist_checkpointing import catalog
+from megatron.core.dist_checkpointing.boxes import volume, whole_box
 from megatron.core.dist_checkpointing.detect import format_of
 from megatron.core.dist_checkpointing.format import CHUNK, StoredTensor
-from megatron.core.dist_checkpointing.plan import volume
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.statistics import difference, whole_box
+from megatron.core.dist_checkpointing.statistics import difference
 from megatron.core.progress import Progress
 from megatron.core.utils import UserError, human_bytes
 from megatron.training.checkpoints import source as sources

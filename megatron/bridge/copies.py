@@ -12,8 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.boxes import (
+    intersection,
+    relative,
+    uncovered,
+    whole_box,
+)
 from megatron.core.dist_checkpointing.format import DTYPES, dtype_name
-from megatron.core.dist_checkpointing.plan import intersection, relative, uncovered
 from megatron.core.dist_checkpointing.stream import ReadSlab, Shape
 from megatron.core.sharding import Box, box_shape, box_slices
 from megatron.core.utils import UserError
@@ -47,7 +52,7 @@ class Copy:
 
 def whole(source: str, target: str, *shape: int, transposed: bool = False) -> Copy:
     """Return the copy of a whole tensor; ``shape`` is the target's."""
-    box = tuple((0, size) for size in shape)
+    box = whole_box(shape)
     return Copy(source, box[::-1] if transposed else box, target, box, transposed)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.settings import read_json
+from megatron.core.dist_checkpointing.boxes import slabs, whole_box
 from megatron.core.dist_checkpointing.format import (
     CHUNK,
     DTYPES,
@@ -28,7 +29,6 @@ from megatron.core.dist_checkpointing.format import (
     dtype_name,
 )
 from megatron.core.dist_checkpointing.part import write_all
-from megatron.core.dist_checkpointing.plan import slabs
 from megatron.core.dist_checkpointing.publishing import building, put_in_place
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import check_space
@@ -180,7 +180,7 @@ def _entry(name: str, entry: Mapping[str, Any], file: str, base: int, data: int)
         raise ValueError(f"{name} has dtype {entry['dtype']}, which cannot be read here")
     shape = tuple(int(size) for size in entry["shape"])
     start, stop = (int(offset) for offset in entry["data_offsets"])
-    box = StoredBox(tuple((0, extent) for extent in shape), file, base + start, None)
+    box = StoredBox(whole_box(shape), file, base + start, None)
     tensor = StoredTensor(_DTYPES[entry["dtype"]], shape, [box])
     if start < 0 or stop > data or stop - start != tensor.bytes_of(box):
         raise ValueError(f"{name} would lie from byte {start} to {stop} of {data}")
@@ -302,7 +302,7 @@ def _write_shard(
     with open(path, "wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text))
         for name, tensor in tensors.items():
-            for slab in slabs(tuple((0, size) for size in tensor.shape), tensor.itemsize, CHUNK):
+            for slab in slabs(whole_box(tensor.shape), tensor.itemsize, CHUNK):
                 values = read(name, slab)
                 assert values.dtype == DTYPES[tensor.dtype], f"{name}: {values.dtype}"
                 data = as_bytes(values)

@@ -20,8 +20,8 @@ from megatron.bridge.gpt2 import GPT2
 from megatron.bridge.llama import Llama
 from megatron.bridge.settings import Settings, read_json
 from megatron.core import sharding
+from megatron.core.dist_checkpointing.boxes import slabs, whole_box
 from megatron.core.dist_checkpointing.format import CHUNK
-from megatron.core.dist_checkpointing.plan import slabs
 from megatron.core.dist_checkpointing.stream import ReadSlab, Shape
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
@@ -139,7 +139,7 @@ class Import:
         ours, theirs = (self._weights.tensors[name] for name in (embedding, head))
         equal = ours == theirs and all(
             torch.equal(self._weights.read(embedding, box), self._weights.read(head, box))
-            for box in slabs(tuple((0, size) for size in ours.shape), ours.itemsize, CHUNK)
+            for box in slabs(whole_box(ours.shape), ours.itemsize, CHUNK)
         )
         if not equal:
             raise UserError(

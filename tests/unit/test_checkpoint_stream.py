@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import stream
+from megatron.core.dist_checkpointing.boxes import slabs, uncovered, volume
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.plan import slabs, uncovered, volume
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.statistics import difference, statistics
 from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, share_out

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import catalog, format, plan
+from megatron.core.dist_checkpointing.boxes import uncovered
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.plan import Piece
@@ -221,7 +222,7 @@ def test_ckpt_23_coverage_equals_counting(seed: int) -> None:
     count = np.zeros(shape, int)
     for box in boxes:
         count[box_slices(box)] += 1
-    problem = plan.uncovered(shape, boxes)
+    problem = uncovered(shape, boxes)
     assert (problem is None) == bool((count == 1).all())
     if problem is not None and "overlap" in problem:
         assert count.max() > 1

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.plan import volume
+from megatron.core.dist_checkpointing.boxes import volume
 from megatron.core.sharding import Box
 from megatron.core.utils import UserError, atomic_path
 
@@ -38,6 +38,8 @@ VERSION = 1
 ALIGNMENT = 64
 CHUNK = 16 * 2**20
 """Bytes that one read, write or staging buffer moves at a time."""
+BLOCK = 2**20
+"""Bytes of a chunk that are moved and checked at once, while a processor's cache still has them."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)

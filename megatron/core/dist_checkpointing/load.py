@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from megatron.core import comm
+from megatron.core.dist_checkpointing.boxes import spans
 from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError
 from megatron.core.dist_checkpointing.plan import Item, Piece, decoding
 from megatron.core.dist_checkpointing.reader import READERS, DamagedError, Reader, TensorFacts
@@ -136,9 +137,8 @@ def _parts(piece: Piece) -> Iterator[Piece]:
         return
     ((first, _), *inner), rows = piece.box, piece.tensor.shape[0]
     step = max(rows * PART // piece.tensor.nbytes, 1)
-    for start in range(0, rows, step):
-        part = piece.tensor[start : start + step]
-        yield Piece(((first + start, first + start + part.shape[0]), *inner), part)
+    for start, stop in spans(0, rows, step):
+        yield Piece(((first + start, first + stop), *inner), piece.tensor[start:stop])
 
 
 def source_of(item: Item, tensors: Mapping[str, TensorFacts]) -> str | None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.dist_checkpointing.boxes import intersection, relative, slabs, volume
 from megatron.core.dist_checkpointing.catalog import folder_name
 from megatron.core.dist_checkpointing.format import (
     CHUNK,
@@ -36,7 +37,7 @@ from megatron.core.dist_checkpointing.format import (
 )
 from megatron.core.dist_checkpointing.local_copies import ALONE, Copies, exchange, part_name
 from megatron.core.dist_checkpointing.part import mark, write
-from megatron.core.dist_checkpointing.plan import Item, intersection, relative, slabs, volume
+from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import (
     SaveError,

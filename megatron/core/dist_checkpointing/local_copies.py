@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.dist_checkpointing.boxes import spans
 from megatron.core.dist_checkpointing.format import CHUNK, Index, parse_index, write_index
 from megatron.core.dist_checkpointing.part import write_all
 from megatron.core.dist_checkpointing.save import agree, whatever
@@ -63,9 +64,8 @@ def exchange(folder: Path, part: Index, world: Axis, device: torch.device, copie
     writers = {one: _Copy(folder, one, *told[one]) for one in others}
     problem = None
     stream = _Stream(folder, text, name)
-    for start in range(0, length, CHUNK):
-        size = min(CHUNK, length - start)
-        chunk = torch.zeros(size, dtype=torch.uint8)
+    for start, stop in spans(0, length, CHUNK):
+        chunk = torch.zeros(stop - start, dtype=torch.uint8)
         if problem is None:  # whoever cannot read goes on to pass on, so that nobody waits
             problem = whatever(functools.partial(stream.read_into, chunk), True)
         passed = chunk.to(device)

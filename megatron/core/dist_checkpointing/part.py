@@ -21,9 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.boxes import spans
 from megatron.core.dist_checkpointing.checksum import joined
 from megatron.core.dist_checkpointing.format import (
     ALIGNMENT,
+    BLOCK,
     CHUNK,
     Index,
     StoredBox,
@@ -37,8 +39,6 @@ from megatron.core.utils import round_up, usable_cores
 
 WRITERS = 4
 """Threads that write a part, at most: one checks about a gigabyte in a second, disks take more."""
-BLOCK = 2**20
-"""Bytes that are checked and then written, while a processor's cache still has them."""
 _START_WRITING = 2
 """Linux's ``SYNC_FILE_RANGE_WRITE``."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -158,8 +158,8 @@ class Part:
         entry, view, start = chunk
         data, crc = self._bytes(values(view, entry.piece.coded)), 0
         try:
-            for first in range(0, len(data), BLOCK):
-                block = data[first : first + BLOCK]
+            for first, last in spans(0, len(data), BLOCK):
+                block = data[first:last]
                 crc = zlib.crc32(block, crc)
                 place = start + first
                 while block:

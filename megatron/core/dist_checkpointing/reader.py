@@ -21,9 +21,18 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.boxes import (
+    intersection,
+    relative,
+    spans,
+    uncovered,
+    volume,
+    whole_box,
+)
 from megatron.core.dist_checkpointing.checksum import joined
 from megatron.core.dist_checkpointing.detect import open_index
 from megatron.core.dist_checkpointing.format import (
+    BLOCK,
     CHUNK,
     Block,
     CheckpointError,
@@ -31,19 +40,11 @@ from megatron.core.dist_checkpointing.format import (
     StoredBox,
     StoredTensor,
 )
-from megatron.core.dist_checkpointing.plan import (
-    Piece,
-    intersection,
-    relative,
-    uncovered,
-    volume,
-)
+from megatron.core.dist_checkpointing.plan import Piece
 from megatron.core.sharding import Box, box_shape, box_slices
 
 READERS = 4
 """Threads that read: a disk serves several at once, and checksums take longer than reading."""
-BLOCK = 2**20
-"""Bytes that are read and then checked, while a processor's cache still has them."""
 
 
 class DamagedError(CheckpointError):
@@ -173,7 +174,7 @@ class Checkpoint:
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """Return a tensor, or one box of it, in the stored dtype."""
         stored = self.index.tensors[key]
-        wanted = box if box is not None else tuple((0, size) for size in stored.shape)
+        wanted = box if box is not None else whole_box(stored.shape)
         out = torch.empty(box_shape(wanted), dtype=stored.torch_dtype)
         self.fill(key, Piece(wanted, out))
         return out
@@ -227,8 +228,7 @@ class Checkpoint:
         )
         step = max(CHUNK // row, 1) if row else 1
         target = target if wanted else target.reshape(1)
-        for first in range(rows.start, rows.stop, step):
-            last = min(first + step, rows.stop)
+        for first, last in spans(rows.start, rows.stop, step):
             part = target[first - rows.start : last - rows.start]
             length = (last - first) * row
             raw = part.reshape(-1).view(torch.uint8) if direct else self._scratch(length)
@@ -287,27 +287,27 @@ class Checkpoint:
             ]
         blocks = [block for block in (*blocks, *self.index.blocks) if block.file in chosen]
         chunks = [
-            (number, start, min(CHUNK, block.length - start))
+            (number, first, last)
             for number, block in enumerate(blocks)
-            for start in range(0, block.length, CHUNK)
+            for first, last in spans(0, block.length, CHUNK)
         ]
         found = [0] * len(blocks)
         with ThreadPoolExecutor(READERS) as readers:
             checksums = readers.map(lambda c: self._crc32(blocks[c[0]], c[1], c[2]), chunks)
-            for (number, _, length), crc in zip(chunks, checksums, strict=True):
-                found[number] = joined(found[number], crc, length)
-                told(blocks[number].key, length)
+            for (number, first, last), crc in zip(chunks, checksums, strict=True):
+                found[number] = joined(found[number], crc, last - first)
+                told(blocks[number].key, last - first)
         for block, crc in zip(blocks, found, strict=True):
             if crc != block.crc32:
                 place = f"{block.file} from byte {block.offset}"
                 problems.append(f"{block.key}: {place} does not match its checksum")
         return problems
 
-    def _crc32(self, block: Block, start: int, length: int) -> int:
-        """Return the checksum of a part of a block."""
+    def _crc32(self, block: Block, start: int, stop: int) -> int:
+        """Return the checksum of bytes ``start`` to ``stop`` of a block."""
         crc = 0
-        for first in range(start, start + length, BLOCK):
-            raw = self._scratch(min(BLOCK, start + length - first))
+        for first, last in spans(start, stop, BLOCK):
+            raw = self._scratch(last - first)
             self._read(block.file, raw, block.offset + first)
             crc = zlib.crc32(memoryview(raw.numpy()), crc)  # type: ignore[arg-type]
         return crc

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import comm
+from megatron.core.dist_checkpointing.boxes import uncovered
 from megatron.core.dist_checkpointing.format import (
     INDEX,
     CheckpointError,
@@ -29,7 +30,7 @@ from megatron.core.dist_checkpointing.format import (
     write_index,
 )
 from megatron.core.dist_checkpointing.part import mark, write
-from megatron.core.dist_checkpointing.plan import Item, uncovered
+from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.publishing import (
     draw_token,
     make_partial,

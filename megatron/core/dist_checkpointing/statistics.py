@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.plan import slabs, volume
+from megatron.core.dist_checkpointing.boxes import slabs, volume, whole_box
 from megatron.core.dist_checkpointing.stream import ReadSlab
 from megatron.core.sharding import Box
 
@@ -78,11 +78,6 @@ class Statistics:
             "nan": self.nans,
             "inf": self.infinities,
         }
-
-
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box of a whole tensor."""
-    return tuple((0, size) for size in shape)
 
 
 def statistics(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.boxes import slabs, volume, whole_box
 from megatron.core.dist_checkpointing.format import (
     ALIGNMENT,
     CHUNK,
@@ -29,7 +30,6 @@ from megatron.core.dist_checkpointing.format import (
     write_index,
 )
 from megatron.core.dist_checkpointing.part import mark, write_all
-from megatron.core.dist_checkpointing.plan import slabs, volume
 from megatron.core.dist_checkpointing.publishing import building
 from megatron.core.dist_checkpointing.save import check_space, publish
 from megatron.core.sharding import Box
@@ -71,7 +71,7 @@ def share_out(tensors: Mapping[str, Shape], files: int) -> list[list[tuple[str, 
         return min(place * files // total, files - 1) if total else 0
 
     for key, tensor in tensors.items():
-        inner = tuple((0, size) for size in tensor.shape[1:])
+        inner = whole_box(tensor.shape[1:])
         rows = tensor.shape[0] if tensor.shape else 1
         row = tensor.bytes // rows if rows else 0
         start = 0

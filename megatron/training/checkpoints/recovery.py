@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from megatron.core import comm
+from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.load import source_of
@@ -163,6 +164,6 @@ def open_source(
     ]
     if wanted and random_key(mesh) in tensors:
         states = tensors[random_key(mesh)]
-        boxes.append((random_key(mesh), tuple((0, size) for size in states.shape)))
+        boxes.append((random_key(mesh), whole_box(states.shape)))
     checkpoint.fetch(boxes)
     return checkpoint

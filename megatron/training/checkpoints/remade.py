@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.config import as_json, resolve, specs
 from megatron.core.context_parallel.config import ContextParallelConfig
+from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.format import StoredTensor
 from megatron.core.dist_checkpointing.plan import Piece
 from megatron.core.dist_checkpointing.reader import Reader, TensorFacts
@@ -100,7 +101,7 @@ class View:
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """Return a tensor, or one box of it, in the dtype that `tensors` says."""
         tensor = self.tensors[key]
-        wanted = box if box is not None else tuple((0, size) for size in tensor.shape)
+        wanted = box if box is not None else whole_box(tensor.shape)
         out = torch.empty(box_shape(wanted), dtype=tensor.torch_dtype)
         self.fill(key, Piece(wanted, out))
         return out

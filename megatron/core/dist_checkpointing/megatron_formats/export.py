@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.core.dist_checkpointing.boxes import spans, whole_box
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats import names, state
 from megatron.core.dist_checkpointing.megatron_formats.dcp import METADATA
@@ -123,19 +124,17 @@ def _stack(reader: Reader, key: str, parts: dict[int, str]) -> _Entry:
 def _pieces(entry: _Entry) -> Iterator[tuple[tuple[int, ...], str, Box]]:
     """Yield (offsets in the entry, our key, box of ours), each of at most `LARGEST` bytes."""
     shape = entry.shape[1:] if entry.stacked else entry.shape
-    row = entry.dtype.itemsize
-    for size in shape[1:]:
-        row *= size
+    row = entry.dtype.itemsize * math.prod(shape[1:])
     step = max(LARGEST // row, 1) if row else 1
     for number, key in enumerate(entry.parts):
         first = (number,) if entry.stacked else ()
-        rest = tuple((0, size) for size in shape[1:])
+        rest = whole_box(shape[1:])
         if not shape:
             yield first, key, ()
             continue
-        for start in range(0, shape[0], step):
+        for start, stop in spans(0, shape[0], step):
             offsets = (*first, start, *(0 for _ in rest))
-            yield offsets, key, ((start, min(start + step, shape[0])), *rest)
+            yield offsets, key, ((start, stop), *rest)
 
 
 class _Writer:

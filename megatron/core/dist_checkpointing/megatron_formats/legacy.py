@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.format import (
     DTYPES,
     Block,
@@ -29,7 +30,6 @@ from megatron.core.dist_checkpointing.format import (
 from megatron.core.dist_checkpointing.megatron_formats import common, names
 from megatron.core.dist_checkpointing.megatron_formats.archive import Archive, open_file
 from megatron.core.dist_checkpointing.megatron_formats.unpickling import Lazy
-from megatron.core.sharding import Box
 
 NAME = "torch"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -233,7 +233,7 @@ def _box(part: _Part, row: int, shape: tuple[int, ...], first: int) -> StoredBox
     width = DTYPES[part.tensor.dtype].itemsize
     for size in shape[1:]:
         width *= size
-    box: Box = tuple((0, size) for size in shape)
+    box = whole_box(shape)
     if shape:
         box = ((first, first + shape[0]), *box[1:])
     return StoredBox(box, part.file, part.offset + row * width, None)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.boxes import volume
 from megatron.core.dist_checkpointing.format import (
     DTYPES,
     CheckpointError,
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.format import (
 )
 from megatron.core.dist_checkpointing.megatron_formats import common, dcp, names
 from megatron.core.dist_checkpointing.megatron_formats.archive import open_file
-from megatron.core.dist_checkpointing.plan import volume
 from megatron.core.sharding import Box, local_boxes
 
 NAME = "torch_dist"
