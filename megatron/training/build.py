@@ -113,7 +113,7 @@ def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
         config.training.calculate_per_token_loss,
         mesh,
         model.mtp.loss_weights,
+        prepare,
         model.router.loss_weights if routers else {},
         routers,
-        prepare,
     )

@@ -111,12 +111,12 @@ class Objective:
     mesh: Mesh
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     """Weights of the auxiliary losses, by name."""
+    prepare: Callable[[Batch], Batch] = dict
+    """Adds to a microbatch, before its samples are cut over ranks, what auxiliary losses need."""
     balanced: Mapping[str, float] = field(default_factory=dict)
     """Weights of the losses of routers, by name."""
     routers: int = 0
     """Layers with routers in the whole model."""
-    prepare: Callable[[Batch], Batch] = dict
-    """Adds to a microbatch, before its samples are cut over ranks, what auxiliary losses need."""
 
     def nominal(self, samples: int, micro_batch_size: int, seq_length: int) -> float:
         """Return the denominator of a global batch in which every token is valid."""

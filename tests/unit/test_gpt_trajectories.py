@@ -7,7 +7,9 @@ before clipping, losses and gradient norms of five iterations and of two more af
 
 import functools
 import json
+import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,8 @@ from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
+from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.plan import routers_of
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
@@ -69,7 +73,7 @@ def load_case(name: str, dtype: torch.dtype) -> tuple[GPTModel, dict[str, torch.
     model = GPTModel(config_of(case["flags"]), Mesh.serial(), vocab_size=128, dtype=dtype)
     weights = np.load(DATA / name / "init.npz")
     parameters = dict(model.named_parameters())
-    renamed = {ours(key): torch.from_numpy(weights[key]) for key in weights}
+    renamed = joined({key: torch.from_numpy(weights[key]) for key in weights})
     assert set(renamed) == set(parameters)
     with torch.no_grad():
         for key, value in renamed.items():
@@ -82,15 +86,28 @@ def ours(key: str) -> str:
     """Return our name of one of Megatron-core's parameters."""
     key = key.replace("core_attention.softmax_offset", "softmax_offset")
     # Its checkpoints have the latter name.
-    return key.replace("mtp_model_layer", "transformer_layer")
+    key = key.replace("mtp_model_layer", "transformer_layer")
+    return re.sub(r"local_experts\.\d+\.", "", key)
+
+
+def joined(theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors under our names; those of a layer's experts, in order, are one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for key, value in theirs.items():
+        found.setdefault(ours(key), []).append(value)
+    return {
+        name: torch.stack(values) if ".mlp.experts." in name else values[0]
+        for name, values in found.items()
+    }
 
 
 def objective_of(model: GPTModel, case: dict) -> Objective:
     """Return what a case minimises."""
-    mtp = model.config.mtp
-    prepare = functools.partial(look_ahead, depths=mtp.depths)
+    mtp, routers = model.config.mtp, routers_of(model.config)
+    prepare = functools.partial(look_ahead, depths=mtp.depths) if mtp.depths else dict
     per_token = "--calculate-per-token-loss" in case["flags"]
-    return Objective(per_token, model.mesh, mtp.loss_weights, prepare if mtp.depths else dict)
+    balanced = model.config.router.loss_weights if routers else {}
+    return Objective(per_token, model.mesh, mtp.loss_weights, prepare, balanced, routers)
 
 
 def expected_loss(record: dict, per_token: bool) -> float:
@@ -117,6 +134,8 @@ def test_first_gradients_and_losses(name: str) -> None:
     objective = objective_of(model, case)
     for step in range(2):
         batch = objective.prepare({key: batches[key][0, step] for key in NAMES})
+        start = torch.tensor(0.5)  # one of two microbatches
+        model.balance = Balance(batch["loss_mask"], objective.balanced, start)
         losses = forward_step(model, batch, None, None)
         assert isinstance(losses, TokenLosses)
         total = (losses.losses_BS * losses.mask_BS).sum()
@@ -128,13 +147,13 @@ def test_first_gradients_and_losses(name: str) -> None:
             depths = len(losses.auxiliary)
             further += 0.1 / depths * (one * mask).sum() / mask.sum() / 2
         (total / norm + further).backward()
-    expected_grads = np.load(DATA / name / "grads_iter1.npz")
-    grads = {key: parameter.grad for key, parameter in model.named_parameters()}
-    assert {ours(key) for key in expected_grads} == set(grads)
-    for key in expected_grads:
-        want = torch.from_numpy(expected_grads[key])
+    stored = np.load(DATA / name / "grads_iter1.npz")
+    expected_grads = joined({key: torch.from_numpy(stored[key]) for key in stored})
+    grads = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+    assert set(expected_grads) == set(grads)
+    for key, want in expected_grads.items():
         # fp32 again, over twice as many products; gradients are smaller than logits.
-        torch.testing.assert_close(grads[ours(key)], want, rtol=2e-5, atol=2e-6, msg=key)
+        torch.testing.assert_close(grads[key], want, rtol=2e-5, atol=2e-6, msg=key)
 
 
 class Training:
@@ -160,8 +179,13 @@ class Training:
         result = self.step.run(plan, microbatches, 2, nominal, lambda: (False, False, False))
         loss = expected_loss(record, self.objective.per_token)
         assert result.totals.loss == pytest.approx(loss, rel=1e-5)
-        further = list(result.totals.auxiliary_losses.values())
-        assert further == pytest.approx(record.get("mtp_loss", []), rel=1e-5)
+        further = result.totals.auxiliary_losses
+        balanced = {name: further.pop(name) for name in self.objective.balanced}
+        assert balanced == pytest.approx(record.get("moe_reported", {}), rel=1e-5)
+        assert list(further.values()) == pytest.approx(record.get("mtp_loss", []), rel=1e-5)
+        parameters = dict(self.model.named_parameters())
+        for key, values in record.get("expert_bias_after_step", {}).items():
+            assert parameters[key].tolist() == pytest.approx(values, abs=1e-7)
         assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=1e-5)
 
 
@@ -174,6 +198,8 @@ def test_five_iterations_and_two_after_a_checkpoint(name: str, tmp_path: Path) -
     assert record["iteration"] == 5
     for key, norm in first.case["final_weight_l2"].items():
         weight = dict(first.model.named_parameters())[ours(key)].detach()
+        expert = re.search(r"local_experts\.(\d+)\.", key)
+        weight = weight if expert is None else weight[int(expert.group(1))]
         assert float(weight.norm()) == pytest.approx(norm, rel=1e-5), key
     config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
     facts = RunFacts(

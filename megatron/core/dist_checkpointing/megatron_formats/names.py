@@ -6,6 +6,7 @@
     ....mlp.linear_fc1.layer_norm_weight                ....pre_mlp_layernorm.weight
     ....self_attention.linear_q_up_proj.layer_norm_...  ....self_attention.q_layernorm....
     ....core_attention.softmax_offset                   ....softmax_offset
+    ....mlp.experts.experts.linear_fc1.weight           ....mlp.experts.linear_fc1.weight
     mtp.layers.0.mtp_model_layer....                    mtp.layers.0.transformer_layer....
 
 Layers are stacked where all are alike. A norm is named after the linear layer that follows it where
@@ -25,6 +26,7 @@ _TO_OURS = (
     (r"\bself_attention\.linear_kv_up_proj\.layer_norm_", "self_attention.kv_layernorm."),
     (r"\bcore_attention\.softmax_offset", "softmax_offset"),
     (r"\bmtp_model_layer\.", "transformer_layer."),
+    (r"\bmlp\.experts\.experts\.", "mlp.experts."),
 )
 # What other modules keep, and what follows from flags.
 _NO_WEIGHTS = re.compile(r"(\b_extra_state\b|\brotary_pos_emb\.|\brope\.)")
