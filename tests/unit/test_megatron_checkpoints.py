@@ -35,7 +35,7 @@ from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
 from tests.programs import ROOT
-from tests.unit.test_gpt_trajectories import CASES, DATA, Training, config_of, ours
+from tests.unit.test_gpt_trajectories import CASES, DATA, Training, config_of, joined
 
 CONTINUED = [name for name in CASES if (DATA / name / "dist_ckpt_iter5").exists()]
 
@@ -68,11 +68,12 @@ def load(training: Training, folder: Path, **flags) -> tuple[Loaded, str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_read_as_they_were(name: str) -> None:
-    weights = np.load(DATA / name / "init.npz")
+    stored = np.load(DATA / name / "init.npz")
+    weights = joined({key: torch.from_numpy(stored[key]) for key in stored})
     with Checkpoint(DATA / name / "dist_ckpt") as checkpoint:
-        assert set(checkpoint.tensors) == {f"model.{ours(key)}" for key in weights}
-        for key in weights:
-            assert np.array_equal(checkpoint.read(f"model.{ours(key)}").numpy(), weights[key]), key
+        assert set(checkpoint.tensors) == {f"model.{key}" for key in weights}
+        for key, weight in weights.items():
+            assert torch.equal(checkpoint.read(f"model.{key}"), weight), key
         assert checkpoint.damages() == []
 
 

@@ -7,6 +7,7 @@ layout: Megatron-core cuts what it needs out of any chunks.
 """
 
 import io
+import itertools
 import json
 import math
 import os
@@ -106,6 +107,14 @@ def _entries(reader: Reader) -> dict[str, _Entry]:
             entries[prefix + theirs] = _Entry(tensor.torch_dtype, tensor.shape, (key,), False)
         else:
             stacks[prefix + theirs][layer] = key
+    layers = {layer for parts in stacks.values() for layer in parts}
+    if any(parts.keys() != layers for parts in stacks.values()):  # they are not all alike
+        for stack, parts in stacks.items():
+            for layer, key in parts.items():
+                tensor = reader.tensors[key]
+                alone = stack.replace(names.STACK, f"{names.STACK}{layer}.")
+                entries[alone] = _Entry(tensor.torch_dtype, tensor.shape, (key,), False)
+        return entries
     return {**entries, **{key: _stack(reader, key, parts) for key, parts in stacks.items()}}
 
 
@@ -119,6 +128,16 @@ def _stack(reader: Reader, key: str, parts: dict[int, str]) -> _Entry:
         )
     dtype, shape = kinds.pop()
     return _Entry(dtype, (len(keys), *shape), keys, True)
+
+
+def _shards(key: str, entry: _Entry) -> Iterator[str]:
+    """Yield the names of a linear layer's entries ``_extra_state``: of each layer and expert."""
+    sizes = [len(entry.parts)]
+    if names.EXPERTS in key:
+        shape = entry.shape[1:] if entry.stacked else entry.shape
+        sizes = [*sizes * entry.stacked, shape[0]]
+    for numbers in itertools.product(*map(range, sizes)):
+        yield f"shard_{'.'.join(map(str, numbers))}_{'.'.join(map(str, sizes))}"
 
 
 def _pieces(entry: _Entry) -> Iterator[tuple[tuple[int, ...], str, Box]]:
@@ -179,11 +198,9 @@ def _write(
     with open(folder / _DATA, "wb") as stream:
         writer = _Writer(stream)
         for key, entry in entries.items():
-            layers = len(entry.parts)
             if names.LINEARS.search(f".{key}") and not key.startswith("optimizer."):
-                for number in range(layers):
-                    extra = f"{key.removesuffix('weight')}_extra_state/shard_{number}_{layers}"
-                    writer.object(extra, [None])
+                for shard in _shards(key, entry):
+                    writer.object(f"{key.removesuffix('weight')}_extra_state/{shard}", [None])
         writer.object("common_state/shard_0_1", [common])
         for key, entry in entries.items():
             for offsets, ours, box in _pieces(entry):

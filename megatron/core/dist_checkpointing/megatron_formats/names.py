@@ -19,6 +19,9 @@ from collections.abc import Collection
 STACK = "decoder.layers."
 """What names of stacked layers begin with."""
 
+EXPERTS = "mlp.experts.experts."
+"""What names of a layer's experts have in them, which are one tensor there too."""
+
 _TO_OURS = (
     (r"\bself_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
     (r"\bmlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
@@ -77,6 +80,7 @@ def _fused(rest: str, layer: str, names: Collection[str]) -> str:
     rest = re.sub(
         r"^self_attention\.softmax_offset", "self_attention.core_attention.softmax_offset", rest
     )
+    rest = re.sub(r"^mlp\.experts\.", EXPERTS, rest)
     if f"{layer}self_attention.linear_qkv.weight" not in names:
         return rest
     rest = re.sub(r"^input_layernorm\.", "self_attention.linear_qkv.layer_norm_", rest)
