@@ -15,7 +15,7 @@ from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import Sample
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.datasets.plan import positions
+from megatron.core.datasets.plan import describe, positions
 from megatron.core.datasets.source import DocumentSource, FileSource
 from megatron.core.datasets.span_corruption import restored
 from megatron.core.datasets.t5 import T5Dataset
@@ -445,6 +445,22 @@ def test_epochs_are_told(a: str) -> None:
         many = train(len(one) * 3 + 1, data_path=(a,), span_corruption=kind)
         (place,) = positions(many, 2 * len(one))
         assert place.epoch == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_knows_the_epochs_beforehand(a: str, kind: str) -> None:
+    """From the index alone: exactly for a stream, nearly for sentences."""
+    flags = {"data_path": (a,), "split": "80,20,0", "span_corruption": kind}
+    config = DataConfig.resolve(seq_length=48, decoder_seq_length=40, **flags)
+    built = build((None, 7, 0), **flags)
+    assert built.train is not None
+    row, valid = describe(config, (None, 7, 0))
+    assert (row.sequences, valid.sequences, valid.samples) == (48, 12, 7)
+    assert row.samples is not None and row.epochs is not None and valid.epochs is not None
+    within = 0 if kind == "random_spans" else 0.15
+    assert abs(row.samples - len(built.train)) <= within * len(built.train)
+    (place,) = positions(built.valid[0], 7)
+    assert valid.epochs == pytest.approx(place.epoch, rel=0.2)
 
 
 # Flags and tools

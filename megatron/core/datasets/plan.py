@@ -7,17 +7,34 @@ and split. `positions` says, during a run, in which epoch of each corpus it is.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.core.datasets.blended import BlendedDataset, Dataset
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.indexed import idx_path, read_index
-from megatron.core.datasets.source import MOCK_LONGEST, MOCK_ROWS
+from megatron.core.datasets.sentence_corpus import FREE_PLACES
+from megatron.core.datasets.source import FEW_MOCK_ROWS, MOCK_LONGEST, MOCK_ROWS
 from megatron.core.datasets.sources import SplitSource, read_sources
 from megatron.core.datasets.split import SPLITS, Split, rows_of
+from megatron.core.datasets.t5_corpus import noise_shape
 from megatron.core.utils import human_count
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a split takes a share of: documents where spans are masked, else sequences."""
+
+    lengths: npt.NDArray[Any]
+    are_parted: bool = False
+    """Documents are of several sequences: sentences."""
+
+
+Lengths = dict[str, _Rows | None]
+"""By prefix; None for a corpus without its index file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +77,7 @@ def describe(config: DataConfig, sizes: Sizes) -> list[SourceRow]:
         UserError: flags disagree or an index file is damaged.
     """
     sources = read_sources(config)
-    lengths: dict[str, np.ndarray | None] = {}
+    lengths: Lengths = {}
     rows = []
     for split, asked in zip(SPLITS, sizes, strict=True):
         source = sources[split]
@@ -76,26 +93,25 @@ def _describe_split(
     config: DataConfig,
     source: SplitSource,
     asked: int | None,
-    lengths: dict[str, np.ndarray | None],
+    lengths: Lengths,
 ) -> list[SourceRow]:
     prefixes = source.blend.prefixes if source.blend else ("mock data",)
-    counts = [_count(prefix, source, lengths) for prefix in prefixes]
-    drawn = _drawn(config, source, asked, [count and count[1] for count in counts])
+    counts = [_count(config, prefix, source, lengths) for prefix in prefixes]
+    drawn = _drawn(config, source, asked, counts)
     known = [samples for samples in drawn if samples is not None]
     total = sum(known) if len(known) == len(drawn) else 0
     rows = []
     for prefix, count, samples in zip(prefixes, counts, drawn, strict=True):
-        sequences, tokens = count or (0, 0)
         epochs = None
         if count is not None and samples is not None:
-            epochs = samples * config.seq_length / tokens if tokens else 0.0
+            epochs = samples / count.samples if count.samples else 0.0
         rows.append(
             SourceRow(
                 split=source.split,
                 source=prefix,
                 absent=count is None,
-                sequences=sequences,
-                tokens_per_epoch=tokens,
+                sequences=count.sequences if count else 0,
+                tokens_per_epoch=count.tokens if count else 0,
                 samples=samples,
                 share=samples / total if samples is not None and total else None,
                 epochs=epochs,
@@ -105,10 +121,10 @@ def _describe_split(
 
 
 def _drawn(
-    config: DataConfig, source: SplitSource, asked: int | None, tokens: Sequence[int | None]
+    config: DataConfig, source: SplitSource, asked: int | None, counts: Sequence["_Pass | None"]
 ) -> list[int | None]:
-    """Return the samples of each corpus, from its tokens (None for absent files)."""
-    passes = [None if one is None else max(0, one - 1) // config.seq_length for one in tokens]
+    """Return the samples of each corpus, from what it has (None for absent files)."""
+    passes = [None if one is None else one.whole_samples for one in counts]
     alone = source.split == "valid" and config.multiple_validation_sets
     shares = source.blend.shares if source.blend else None
     if alone or len(passes) == 1:
@@ -124,23 +140,55 @@ def _drawn(
     return [round(one * part) for one in sizes]
 
 
-def _count(
-    prefix: str, source: SplitSource, lengths: dict[str, np.ndarray | None]
-) -> tuple[int, int] | None:
-    """Return (sequences, tokens) of a split of a corpus; None without its index file."""
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass over a split of a corpus is."""
+
+    sequences: int
+    tokens: int
+    samples: float
+    whole_samples: int
+
+
+def _count(config: DataConfig, prefix: str, source: SplitSource, lengths: Lengths) -> _Pass | None:
+    """Return one pass over a split of a corpus; None without its index file."""
+    is_masked = config.t5.decoder_seq_length is not None
     if prefix not in lengths:
-        if source.blend is None:
-            random = np.random.default_rng(0)
-            lengths[prefix] = random.integers(1, MOCK_LONGEST, MOCK_ROWS, dtype=np.int32)
-        elif idx_path(prefix).is_file():
-            lengths[prefix] = read_index(prefix).sequence_lengths
-        else:
-            lengths[prefix] = None
+        lengths[prefix] = _rows(prefix, source, is_masked)
     found = lengths[prefix]
     if found is None:
         return None
-    start, end = rows_of(source.share, len(found))
-    return end - start, int(found[start:end].sum(dtype=np.int64))
+    start, end = rows_of(source.share, len(found.lengths))
+    mine = found.lengths[start:end].astype(np.int64)
+    tokens = int(mine.sum(dtype=np.int64))
+    if not is_masked:
+        whole = max(0, tokens - 1) // config.seq_length
+        return _Pass(end - start, tokens, tokens / config.seq_length, whole)
+    if config.t5.span_corruption == "random_spans":
+        text = noise_shape(config).longest_text(config.seq_length)
+        return _Pass(end - start, tokens, tokens / max(1, text), tokens // max(1, text))
+    # About: where samples end follows from sentences and draws. The end of a document goes with
+    # the sample before if it is a sentence, and is a sample where a long sequence is cut.
+    room = config.seq_length - FREE_PLACES
+    full = mine // room if found.are_parted else -(-mine // room)
+    samples = int(np.maximum(full, mine > 0).sum())
+    return _Pass(end - start, tokens, samples, samples)
+
+
+def _rows(prefix: str, source: SplitSource, is_masked: bool) -> _Rows | None:
+    """Return the rows of a corpus; None without its index file."""
+    if source.blend is None:
+        count = FEW_MOCK_ROWS if is_masked else MOCK_ROWS
+        return _Rows(np.random.default_rng(0).integers(1, MOCK_LONGEST, count, dtype=np.int32))
+    if not idx_path(prefix).is_file():
+        return None
+    index = read_index(prefix)
+    if not is_masked:
+        return _Rows(index.sequence_lengths)
+    ends = np.zeros(len(index.sequence_lengths) + 1, dtype=np.int64)
+    np.cumsum(index.sequence_lengths, out=ends[1:])
+    documents = np.diff(ends[index.document_indices])
+    return _Rows(documents, len(documents) < len(index.sequence_lengths))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from megatron.core.datasets.indexed import IndexedDataset, bin_path
 
 MOCK_ROWS = 100_000
+FEW_MOCK_ROWS = 2000
+"""Enough for long runs, since rows repeat, where an index over more takes longer than the run."""
 MOCK_LONGEST = 4096
 
 Tokens = npt.NDArray[np.int64]

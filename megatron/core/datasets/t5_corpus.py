@@ -6,16 +6,13 @@ from megatron.core.datasets.cache import IndexStore
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset, SampleOptions
 from megatron.core.datasets.sentence_corpus import SentenceMaker
-from megatron.core.datasets.source import DocumentSource, MockSource, TokenSource
+from megatron.core.datasets.source import FEW_MOCK_ROWS, DocumentSource, MockSource, TokenSource
 from megatron.core.datasets.sources import SplitSource
 from megatron.core.datasets.span_corruption import NoiseShape
 from megatron.core.datasets.stream_corpus import Cut, StreamBuilder
 from megatron.core.datasets.t5 import RandomMasking, T5Dataset, T5Options
 from megatron.core.datasets.token_info import TokenInfo
 from megatron.core.utils import Say, UserError
-
-MOCK_ROWS = 2000
-"""Enough for long runs, since rows repeat; an index over more would take longer than such runs."""
 
 
 class _Part(Protocol):
@@ -50,7 +47,7 @@ class T5Maker:
 
     def mock(self) -> MockSource:
         """Return made-up rows, in which no sentinel stands."""
-        return MockSource(self._text_ids, 0, MOCK_ROWS)
+        return MockSource(self._text_ids, 0, FEW_MOCK_ROWS)
 
     def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset:
         """Return the data set of one split of one corpus."""
@@ -97,6 +94,12 @@ def t5_options(config: DataConfig, info: TokenInfo) -> T5Options:
     )
 
 
+def noise_shape(config: DataConfig) -> NoiseShape:
+    """Return how much noise random spans make, and in spans of which length."""
+    t5 = config.t5
+    return NoiseShape(density=t5.mask_prob, mean_span_length=t5.mean_noise_span_length)
+
+
 class StreamMaker:
     """Makes data sets of T5's kind: documents end to end, cut so that texts fill the encoder."""
 
@@ -111,7 +114,7 @@ class StreamMaker:
         say: Say,
     ) -> None:
         t5 = config.t5
-        shape = NoiseShape(density=t5.mask_prob, mean_span_length=t5.mean_noise_span_length)
+        shape = noise_shape(config)
         length = shape.longest_text(options.encoder_seq_length)
         _check_random_spans(shape, length, options)
         self._masking = RandomMasking(shape=shape, seed=seed)
