@@ -157,7 +157,7 @@ class _Walk:
     def __init__(self, pieces: Pieces, documents: npt.NDArray[np.int64], plan: MaskedPlan) -> None:
         self.least = plan.min_sentences
         first, last = int(documents[0]), int(documents[-1])
-        sizes, self._is_cut = pieces.sizes(first, last)
+        sizes, is_cut = pieces.sizes(first, last)
         self._ends = np.cumsum(sizes)
         self._offset = int(pieces.bounds[first])
         """Number of the split's first piece in the corpus."""
@@ -165,24 +165,27 @@ class _Walk:
         counts = np.diff(bounds)
         self.documents, self.empty = len(counts), int(np.count_nonzero(counts == 0))
         usable = counts >= max(1, self.least)
-        self._usable = np.stack([bounds[:-1][usable], bounds[1:][usable]], axis=1)
+        starts, stops = bounds[:-1][usable], bounds[1:][usable]
+        self._usable = np.stack([starts, stops, is_cut[stops - 1]], axis=1)
+        """First piece, the one after the last, and whether that is of a sequence that was cut."""
 
     def epoch(self, targets: Iterator[int]) -> list[tuple[int, int, int]]:
         """Return the samples of one pass over the documents, in their order."""
-        ends, is_cut, offset, least = self._ends, self._is_cut, self._offset, self.least
+        offset, least = self._offset, self.least
         rows = []
-        for first, last in self._usable.tolist():
-            start, before = first, int(ends[first - 1]) if first else 0
+        for first, stop, ends_cut in self._usable.tolist():
+            ends = self._ends[first:stop].tolist()
+            start, before = 0, int(self._ends[first - 1]) if first else 0
+            last = stop - first - 1
             target = next(targets)
-            while start < last:
+            while start <= last:
                 # The piece with which the target is reached, if there are enough by then.
-                end = bisect_left(ends, before + target, start, last)
+                end = bisect_left(ends, before + target, start)
                 end = max(end, start + least - 1)
-                left = last - end - 1
-                if left <= 0 or (left == 1 and not is_cut[last - 1]):
-                    end = last - 1
-                rows.append((offset + start, offset + end + 1, target))
-                start, before = end + 1, int(ends[end])
+                if end >= last or (end == last - 1 and not ends_cut):
+                    end = last
+                rows.append((offset + first + start, offset + first + end + 1, target))
+                start, before = end + 1, ends[end]
                 target = next(targets)  # drawn, though not used, at the end of a document too
         return rows
 

@@ -158,22 +158,26 @@ def corrupted(text: Tokens, spans: Spans, sentinels: Sequence[int]) -> tuple[Tok
         sentinels: at least K.
     """
     assert len(spans) <= len(sentinels), f"{len(spans)} spans, {len(sentinels)} sentinels"
-    encoder: list[npt.ArrayLike] = []
-    target: list[npt.ArrayLike] = []
-    place = 0
-    for (start, end), sentinel in zip(spans.tolist(), sentinels, strict=False):
-        encoder += [text[place:start], [sentinel]]
-        target += [[sentinel], text[start:end]]
-        place = end
-    return _joined([*encoder, text[place:]]), _joined(target)
+    starts, lengths = spans[:, 0], spans[:, 1] - spans[:, 0]
+    marks = np.asarray(sentinels[: len(spans)], dtype=np.int64)
+    masked = starts.repeat(lengths) + _counted(lengths)
+    kept = np.ones(len(text), dtype=bool)
+    kept[masked] = False
+    kept[starts] = True  # where the sentinel goes
+    marked = text.copy()
+    marked[starts] = marks
+    return marked[kept], np.insert(text[masked], np.cumsum(lengths) - lengths, marks)
+
+
+def _counted(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return 0, 1, ... for each length, one after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - before.repeat(lengths)
 
 
 def restored(encoder: Tokens, target: Tokens, sentinels: Sequence[int]) -> Tokens:
     """Return the text that `corrupted` made two rows of; sentinels stand in no text."""
     marks = np.flatnonzero(np.isin(target, sentinels))
     spans = dict(zip(target[marks].tolist(), np.split(target, marks)[1:], strict=True))
-    return _joined([spans[i][1:] if i in spans else [i] for i in encoder.tolist()])
-
-
-def _joined(parts: Sequence[npt.ArrayLike]) -> Tokens:
-    return np.concatenate([np.empty(0, dtype=np.int64), *map(np.asarray, parts)]).astype(np.int64)
+    parts = [spans[i][1:] if i in spans else [i] for i in encoder.tolist()]
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
