@@ -81,19 +81,6 @@ def experts_are_shared_out_by_us(config: RunConfig, origins: Origins) -> None:
         )
 
 
-def routers_do_what_is_built(config: RunConfig, origins: Origins) -> None:
-    """Of what routers can do, a run does not use all yet."""
-    router = config.model.router
-    if config.model.moe.num_experts is None:
-        return
-    later = {
-        "--moe-pad-expert-input-to-capacity": router.moe_pad_expert_input_to_capacity,
-    }
-    for flag, given in later.items():
-        if given:
-            raise UserError(f"{flag} has no effect on training yet; leave it out")
-
-
 def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
     """A decoder alone is not given what an encoder-decoder reads."""
     length = config.data.t5.decoder_seq_length
@@ -111,5 +98,4 @@ MODEL_RULES: tuple[Rule, ...] = (
     rotated_channels_are_pairs,
     positions_reach_the_sequence,
     experts_are_shared_out_by_us,
-    routers_do_what_is_built,
 )

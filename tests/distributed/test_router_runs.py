@@ -60,6 +60,15 @@ def foreseen(traffic: dict[Any, Any]) -> dict[Any, Any]:
     return {key: cost for key, cost in traffic.items() if key[1] != "all_to_all"}
 
 
+@pytest.mark.parametrize("layout", ["", f"{TP} 2 {EP} 2 {ETP} 1 {A2A}"])
+def test_experts_that_are_filled_up_give_the_same(pool: Pool, layout: str) -> None:
+    words, world = VARIANTS["dropped"], 2 if layout else 1
+    expected = outcome(pool, world, f"{words} {layout}")[0]
+    found, _ = outcome(pool, world, f"{words} {layout} --moe-pad-expert-input-to-capacity")
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_par_20_logged_losses_do_not_grow_with_the_stages(pool: Pool, stages: int) -> None:
     # Each stage's sum over its layers was logged as if it were a mean over all.

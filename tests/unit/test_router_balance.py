@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core import rng
 from megatron.core.distributed.data_parallel import trainable
 from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import capacity, expert_bias, sinkhorn, statistics
+from megatron.core.transformer.moe import capacity, expert_bias, padding, sinkhorn, statistics
 from megatron.core.transformer.moe.expert_bias import Tally
+from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import biased_routers, update_expert_biases
 from megatron.core.transformer.moe.sharers import Sharers
 from megatron.training.checkpoints import contents
@@ -25,6 +28,7 @@ from tests.unit.test_router import (
     SHAPE,
     SIGMOID,
     TOKENS,
+    config_of,
     mask,
     router_of,
     tokens,
@@ -63,6 +67,42 @@ def test_room_for_all() -> None:
     routing = router_of(moe_expert_capacity_factor=float(EXPERTS))(tokens(), Context(), SHAPE)
     assert routing.kept_TK.all() and routing.kept_counts_E.equal(routing.counts_E)
     assert capacity.capacity(10, 2, 8, 1.0) == 3
+
+
+def test_experts_are_filled_up_to_one_size() -> None:
+    seen = []
+
+    def compute(x_NH: Tensor, sizes: list[int]) -> Tensor:
+        seen.append(sizes)
+        factors = torch.arange(1.0, len(sizes) + 1).repeat_interleave(torch.tensor(sizes))
+        return (x_NH + 1.0) * factors[:, None]
+
+    found = []
+    for sizes in ([3, 0, 2], [0, 0, 0], [1, 6, 0]):
+        x_NH = torch.arange(2.0 * sum(sizes)).view(-1, 2).requires_grad_()
+        twin_NH = x_NH.detach().clone().requires_grad_()
+        for way, rows in ((padding.padded(compute, 4), x_NH), (compute, twin_NH)):
+            found.append(way(rows, sizes))
+            found[-1].square().sum().backward()
+        assert torch.equal(found[-2], found[-1]) and torch.equal(x_NH.grad, twin_NH.grad)
+    assert seen[::2] == [[4, 4, 4], [4, 4, 4], [6, 6, 6]]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_layers_fill_up_what_goes_to_their_experts(pads: bool) -> None:
+    choices = {"num_experts": EXPERTS, "moe_expert_capacity_factor": 1.5}
+    config = config_of(moe_pad_expert_input_to_capacity=pads, **choices)
+    model = GPTModel(config, Mesh.serial(), vocab_size=50)
+    rng.initialize(model, 1)
+    seen: list[list[int]] = []
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    ids_BS = torch.arange(16).view(1, 16)
+    model(ids_BS, ids_BS)
+    limit = math.ceil(16 * 2 / EXPERTS * 1.5)
+    assert len(seen) == 1 and (seen[0] == [limit] * EXPERTS) == pads
+    assert max(seen[0]) <= limit
 
 
 def plain_sinkhorn(cost_TE: Tensor) -> Tensor:

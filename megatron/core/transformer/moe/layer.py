@@ -26,8 +26,9 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.dispatcher import build_dispatcher
+from megatron.core.transformer.moe.dispatcher import Compute, build_dispatcher
 from megatron.core.transformer.moe.experts import Experts
+from megatron.core.transformer.moe.padding import padded
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.saving import Saving
 
@@ -70,6 +71,9 @@ class MoELayer(nn.Module):
         )
         self.experts = Experts(config, mesh, dtype, backends, saving)
         self.dispatch = build_dispatcher(moe.moe_token_dispatcher_type, moe.num_experts, mesh)
+        self.pads = config.router.moe_pad_expert_input_to_capacity
+        # Whose tokens come to the experts of a rank: each has a capacity.
+        self.microbatches = -(-mesh.etp_ep.size // self.router.sharers.count)
         self.shared_experts: SharedExperts | None = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(
@@ -99,7 +103,10 @@ class MoELayer(nn.Module):
         """
         x_TH, shape = x_SBH.flatten(0, 1), (x_SBH.shape[0], x_SBH.shape[1])
         routing = self.router(x_TH, context, shape, filled=added)
-        y_TH = self.dispatch(x_TH, routing, self.experts)
+        compute: Compute = self.experts
+        if self.pads and routing.capacity is not None:
+            compute = padded(compute, routing.capacity * self.microbatches)
+        y_TH = self.dispatch(x_TH, routing, compute)
         if context.balance is not None:
             y_TH = context.balance.attach(y_TH, routing.losses, id(self))
         return y_TH.view_as(x_SBH)

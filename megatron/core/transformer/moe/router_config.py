@@ -76,7 +76,8 @@ class RouterConfig(Config):
     in Megatron-LM a negative factor is none."""
 
     moe_pad_expert_input_to_capacity: bool = option(False)
-    """Give each expert as many rows as it may take."""
+    """Let every expert work on as many rows as it may take, zeros among them; the results are the
+    same, and shapes do not depend on the routes."""
 
     moe_token_drop_policy: Literal["probs", "position"] = option("probs")
     """Which choices a full expert drops: those of the smallest weights, or the last ones."""
