@@ -363,6 +363,13 @@ def test_a_foreign_token_is_named(tmp_path: Path) -> None:
     dataset = train(4, data_path=(f"{tmp_path}/f",), short_seq_prob=0.0)
     with pytest.raises(UserError, match="sequence 1 holds token 999"):
         dataset[0]
+    with IndexedDatasetBuilder(tmp_path / "g", np.uint16) as builder:
+        builder.add_document([1] * 20, [10, 10])
+        builder.add_document([2] * 31 + [999], [31, 1])
+        builder.finalize()
+    stream = train(1, data_path=(f"{tmp_path}/g",), span_corruption="random_spans")
+    with pytest.raises(UserError, match="document 1 holds token 999"):
+        stream[0]
 
 
 # Splits, blends, caches

@@ -38,7 +38,7 @@ def test_a_permutation_is_one() -> None:
 class Documents:
     """A source of made-up rows: token ``t`` of row ``r`` is ``1000 r + t``."""
 
-    name, prefix = "documents", None
+    name, row_name, prefix = "documents", "sentence", None
 
     def __init__(self, documents: list[list[int]]) -> None:
         lengths = [length for document in documents for length in document]

@@ -89,7 +89,7 @@ class GPTDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.source.name}")
         text = self.text(i)
-        check_ids(text, self.options.vocab_size, self.source.name, self.places(i))
+        check_ids(text, self.options.vocab_size, self.source, self.places(i))
         return self.sample(i, text)
 
     def sample(self, i: int, text: npt.NDArray[np.int64]) -> Sample:
@@ -115,14 +115,14 @@ class GPTDataset:
 
 
 def check_ids(
-    text: npt.NDArray[np.int64], vocab_size: int, name: str, places: Iterable[Place]
+    text: npt.NDArray[np.int64], vocab_size: int, source: TokenSource, places: Iterable[Place]
 ) -> None:
     """Refuse a token that the vocabulary does not hold, and say where it stands.
 
     Args:
         text: the tokens of a sample.
         vocab_size: ids in use.
-        name: what the corpus is called.
+        source: the corpus.
         places: where the tokens stand, in order.
 
     Raises:
@@ -133,9 +133,10 @@ def check_ids(
     bad = int(np.flatnonzero((text < 0) | (text >= vocab_size))[0])
     rows = (row for row, start, end in places for _ in range(start, end))
     raise UserError(
-        f"{name}: sequence {next(islice(rows, bad, None))} holds token {text[bad]}, but the "
-        f"tokenizer's vocabulary has {vocab_size} ids: the corpus was made with another "
-        "tokenizer; run tools/preprocess_data.py again, or give the tokenizer it was made with"
+        f"{source.name}: {source.row_name} {next(islice(rows, bad, None))} holds token "
+        f"{text[bad]}, but the tokenizer's vocabulary has {vocab_size} ids: the corpus was made "
+        "with another tokenizer; run tools/preprocess_data.py again, or give the tokenizer it was "
+        "made with"
     )
 
 

@@ -65,19 +65,26 @@ class Pieces:
 
     def __init__(self, lengths: npt.NDArray[Any], room: int) -> None:
         self.room = room
-        counts = -(-lengths.astype(np.int64) // room)
-        self.bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
-        """First piece of each sequence, and the number of all pieces."""
-        np.cumsum(counts, out=self.bounds[1:])
         self._lengths = lengths
+        self._bounds: npt.NDArray[np.int64] | None = None
+        """First piece of each sequence, and the number of all; None where each is one piece."""
+        if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= room:
+            self._bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+            np.cumsum(-(-lengths.astype(np.int64) // room), out=self._bounds[1:])
 
     def __len__(self) -> int:
-        return int(self.bounds[-1])
+        return len(self._lengths) if self._bounds is None else int(self._bounds[-1])
 
-    def place(self, piece: int) -> tuple[int, int, int]:
+    def first(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the first piece of each of the sequences, or of what follows them."""
+        return sequences if self._bounds is None else self._bounds[sequences]
+
+    def place(self, piece: int) -> Place:
         """Return (sequence, first token in it, token after the last) of a piece."""
-        sequence = int(np.searchsorted(self.bounds, piece, side="right")) - 1
-        start = (piece - int(self.bounds[sequence])) * self.room
+        if self._bounds is None:
+            return piece, 0, int(self._lengths[piece])
+        sequence = int(np.searchsorted(self._bounds, piece, side="right")) - 1
+        start = (piece - int(self._bounds[sequence])) * self.room
         return sequence, start, min(start + self.room, int(self._lengths[sequence]))
 
     def sizes(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -87,9 +94,11 @@ class Pieces:
             first: the first sequence.
             last: the sequence after the last one.
         """
-        counts = np.diff(self.bounds[first : last + 1])
-        sizes = np.full(int(counts.sum()), self.room, dtype=np.int64)
         here = self._lengths[first:last].astype(np.int64)
+        if self._bounds is None:
+            return here, np.zeros(len(here), dtype=bool)
+        counts = np.diff(self._bounds[first : last + 1])
+        sizes = np.full(int(counts.sum()), self.room, dtype=np.int64)
         filled = counts > 0
         ends = np.cumsum(counts)[filled] - 1
         sizes[ends] = (here - (counts - 1) * self.room)[filled]
@@ -159,9 +168,10 @@ class _Walk:
         first, last = int(documents[0]), int(documents[-1])
         sizes, is_cut = pieces.sizes(first, last)
         self._ends = np.cumsum(sizes)
-        self._offset = int(pieces.bounds[first])
+        bounds = pieces.first(documents)
+        self._offset = int(bounds[0])
         """Number of the split's first piece in the corpus."""
-        bounds = pieces.bounds[documents] - self._offset
+        bounds = bounds - self._offset
         counts = np.diff(bounds)
         self.documents, self.empty = len(counts), int(np.count_nonzero(counts == 0))
         usable = counts >= max(1, self.least)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.datasets.cache import Arrays, IndexStore
-from megatron.core.datasets.checks import lengths_mark, probed_crc32
+from megatron.core.datasets.checks import PROBES, lengths_mark, probed_crc32
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.key_facts import KeyFacts
 from megatron.core.datasets.masked_samples import (
@@ -63,7 +63,8 @@ class SentenceMaker:
         """Return the data set of one split of one corpus."""
         bounds = self._documents(source, tokens)
         pieces = Pieces(tokens.sequence_lengths, self._room)
-        if pieces.bounds[bounds[0]] == pieces.bounds[bounds[-1]]:
+        first, last = pieces.first(bounds[[0, -1]]).tolist()
+        if first == last:
             raise self._empty(source, tokens, len(bounds) - 1, asked)
         short = self._config.t5.short_seq_prob
         kind = "T5Dataset" if tokens.prefix is not None else "MockT5Dataset"
@@ -80,7 +81,9 @@ class SentenceMaker:
             content_mark(tokens.sequence_lengths, bounds),
             INDEX_NAMES,
             build,
-            lambda found, _: check_arrays(found, pieces, bounds, asked),
+            lambda found, trusted: check_arrays(
+                found, (first, last), self._room, asked, PROBES if trusted else None
+            ),
             tokens.prefix,
         )
         index = MaskedIndex(*(arrays[name] for name in INDEX_NAMES))
@@ -144,9 +147,21 @@ def content_mark(lengths: npt.NDArray[Any], documents: npt.NDArray[np.int64]) ->
 
 
 def check_arrays(
-    arrays: Arrays, pieces: Pieces, documents: npt.NDArray[np.int64], asked: int | None
+    arrays: Arrays,
+    pieces: tuple[int, int],
+    room: int,
+    asked: int | None,
+    probes: int | None,
 ) -> str | None:
-    """Return why index arrays from disk cannot be this corpus', or None."""
+    """Return why index arrays from disk cannot be this split's, or None.
+
+    Args:
+        arrays: those of `INDEX_NAMES`.
+        pieces: the split's first piece, and the one after its last.
+        room: tokens of a sample at most.
+        asked: samples wanted; None for one epoch.
+        probes: samples to look at, where the content is known to be the corpus'; None for all.
+    """
     sample, epoch = (arrays[name] for name in INDEX_NAMES)
     if sample.ndim != 2 or sample.shape[1] != 3 or sample.dtype.kind != "i":
         return f"sample_index has shape {sample.shape} and type {sample.dtype}"
@@ -154,9 +169,9 @@ def check_arrays(
         return f"epoch_index does not end at {len(sample)} samples"
     if len(sample) < (asked or 1):
         return f"sample_index has {len(sample)} samples of {asked}"
-    first, last = (int(pieces.bounds[documents[end]]) for end in (0, -1))
-    if sample[:, 0].min() < first or sample[:, 1].max() > last:
-        return f"sample_index leaves pieces {first} to {last}"
-    if (sample[:, 0] >= sample[:, 1]).any() or sample[:, 2].max() > pieces.room:
-        return f"sample_index has empty samples, or longer ones than {pieces.room} tokens"
+    some = sample[:: 1 if probes is None else max(1, len(sample) // probes)]
+    if some[:, 0].min() < pieces[0] or some[:, 1].max() > pieces[1]:
+        return f"sample_index leaves pieces {pieces[0]} to {pieces[1]}"
+    if (some[:, 0] >= some[:, 1]).any() or some[:, 2].max() > room:
+        return f"sample_index has empty samples, or longer ones than {room} tokens"
     return None

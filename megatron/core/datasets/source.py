@@ -32,6 +32,10 @@ class TokenSource(Protocol):
         """Path of the pair of files without ending; None for made-up rows."""
 
     @property
+    def row_name(self) -> str:
+        """What a message calls a row."""
+
+    @property
     def sequence_lengths(self) -> npt.NDArray[Any]:
         """Tokens of each row."""
 
@@ -51,6 +55,8 @@ class TokenSource(Protocol):
 
 class FileSource:
     """The sequences of a ``.bin``/``.idx`` pair."""
+
+    row_name = "sequence"
 
     def __init__(self, prefix: str, *, mmap: bool = True) -> None:
         self.dataset = IndexedDataset(prefix, mmap=mmap)
@@ -88,6 +94,7 @@ class MockSource:
     """Made-up rows, Megatron-core's: counting numbers, each row closed by end-of-document."""
 
     name = "mock data"
+    row_name = "sequence"
     prefix = None
 
     def __init__(self, vocab_size: int, eod: int, rows: int = MOCK_ROWS) -> None:
@@ -108,8 +115,16 @@ class MockSource:
         return tokens[first:stop]
 
 
+def by_document(source: TokenSource) -> TokenSource:
+    """Return the documents of a source as rows: itself, if each is a row already."""
+    counts = np.diff(source.documents)
+    return source if (counts == 1).all() else DocumentSource(source)
+
+
 class DocumentSource:
     """The documents of a source as rows, each of which may be of many sentences."""
+
+    row_name = "document"
 
     def __init__(self, source: TokenSource) -> None:
         self._source = source

@@ -115,7 +115,7 @@ class StreamBuilder:
         rows, count = self._size(source, tokens)
         if count >= self._cut.need:
             return None
-        return f"{count} tokens in {rows[1] - rows[0]} sequences"
+        return f"{count} tokens in {rows[1] - rows[0]} {tokens.row_name}s"
 
     def _size(self, source: SplitSource, tokens: TokenSource) -> tuple[tuple[int, int], int]:
         """Return (rows, tokens) of a split."""
@@ -138,9 +138,9 @@ class StreamBuilder:
         if count == 0:
             how = f"--split {split} gives it " if source.shared else "it has "
             raise UserError(
-                f"{what} is empty: {how}{rows[1] - rows[0]} of {total} sequences and no tokens, "
-                f"but {samples_asked(asked)} asked of it; give the split a larger share, or ask "
-                "nothing of it (--eval-iters 0 for validation and test)"
+                f"{what} is empty: {how}{rows[1] - rows[0]} of {total} {tokens.row_name}s and no "
+                f"tokens, but {samples_asked(asked)} asked of it; give the split a larger share, "
+                "or ask nothing of it (--eval-iters 0 for validation and test)"
             )
         if count >= need:
             return

@@ -135,7 +135,7 @@ class T5Dataset:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.source.name}")
         text = self.text(i)
-        check_ids(text, self.options.vocab_size, self.source.name, self.places(i))
+        check_ids(text, self.options.vocab_size, self.source, self.places(i))
         return make_t5_sample(text, self.masking.spans(i, text), self.options)
 
     def text(self, i: int) -> Tokens:

@@ -6,7 +6,7 @@ from megatron.core.datasets.cache import IndexStore
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset, SampleOptions
 from megatron.core.datasets.sentence_corpus import SentenceMaker
-from megatron.core.datasets.source import FEW_MOCK_ROWS, DocumentSource, MockSource, TokenSource
+from megatron.core.datasets.source import FEW_MOCK_ROWS, MockSource, TokenSource, by_document
 from megatron.core.datasets.sources import SplitSource
 from megatron.core.datasets.span_corruption import NoiseShape
 from megatron.core.datasets.stream_corpus import Cut, StreamBuilder
@@ -135,7 +135,7 @@ class StreamMaker:
 
     def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset:
         """Return the data set of one split of one corpus."""
-        documents = DocumentSource(tokens)
+        documents = by_document(tokens)
         stream = self._builder.build(source, documents, asked)
         texts = GPTDataset(
             documents, stream.plan, stream.index, self._text_options, stream.description
@@ -144,7 +144,7 @@ class StreamMaker:
 
     def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
         """Return what a split has, if one pass over it yields no sample."""
-        return self._builder.shortfall(source, DocumentSource(tokens))
+        return self._builder.shortfall(source, by_document(tokens))
 
 
 def _check_random_spans(shape: NoiseShape, length: int, options: T5Options) -> None:
