@@ -1,14 +1,18 @@
 """A mixture of experts on every layout is the serial one: losses, norms, gradients, weights."""
 
+from pathlib import Path
+
 import pytest
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.training.arguments import parse
 from megatron.training.pretrain import Program
 from megatron.training.verification import equality, outcomes
 from megatron.training.verification.outcomes import Outcome
 from megatron.training.verification.small_run import VOCABULARY
 from tests.harness import Pool
+from tests.programs import assert_rows_equal, launch, metrics
 from tools.verify_layout import closed_form
 
 IDS, ITERATIONS = VOCABULARY, 2
@@ -26,6 +30,7 @@ SIGMOID = (
     "--moe-router-topk-scaling-factor 1.5 --moe-router-load-balancing-type none "
     "--moe-n-hash-layers 1 --swiglu"
 )
+BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 VARIANTS = {
     "plain": "--moe-router-topk 2 --moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.05",
     "rich": (
@@ -37,7 +42,13 @@ VARIANTS = {
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
     ),
     "biased": SIGMOID,
+    "ahead": (
+        "--position-embedding-type rope --moe-router-topk 2 --moe-aux-loss-coeff 0.3 "
+        "--mtp-num-layers 2 --eod-mask-loss --moe-shared-expert-intermediate-size 12"
+    ),
 }
+FURTHER = {"plain": 2, "rich": 2, "biased": 0, "ahead": 3}
+"""Auxiliary losses of each."""
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 A2A = "--moe-token-dispatcher-type alltoall"
@@ -56,6 +67,27 @@ LAYOUTS = [
     (4, f"{EP} 2 {A2A} --use-megatron-fsdp"),
     (4, f"{EP} 4 {A2A} --use-megatron-fsdp"),
     (4, f"{EP} 2 {A2A} --data-parallel-sharding-strategy optim_grads"),
+    (4, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 {EP} 2 {A2A}"),
+    (4, f"{PP} 2 --pipeline-schedule zb-h1 {EP} 2 {A2A}"),
+    (4, f"{PP} 2 --pipeline-schedule zb-v {EP} 2"),
+    (4, f"{TP} 4 {ETP} 2 {EP} 2 {A2A}"),
+    (4, f"{TP} 4 {ETP} 2 {EP} 2 --sequence-parallel --moe-grouped-gemm"),
+    (4, f"{TP} 2 {CP} 2 {EP} 2 {A2A}"),
+    (2, f"{EP} 2 {A2A} --recompute-granularity selective --recompute-modules moe layernorm"),
+    (2, f"{EP} 2 --recompute-granularity selective --recompute-modules moe_act core_attn"),
+    (
+        2,
+        f"{TP} 2 {A2A} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2",
+    ),
+    (
+        2,
+        f"{EP} 2 {A2A} --fine-grained-activation-offloading --offload-modules expert_fc1 moe_act "
+        "--min-offloaded-tensor-size 1",
+    ),
+    (8, f"{TP} 2 --sequence-parallel {PP} 2 {EP} 4 {ETP} 1 {A2A} --use-distributed-optimizer"),
+    (8, f"{TP} 2 {CP} 2 {PP} 2 {EP} 2 {ETP} 2 --use-tp-pp-dp-mapping {A2A}"),
+    (8, f"{TP} 2 {EP} 4 {A2A} --overlap-grad-reduce --ddp-bucket-size 900"),
 ]
 USUAL = (0, 3, 7, 8)
 """Numbers of the layouts that every run of the tests tries."""
@@ -91,7 +123,47 @@ def test_equals_the_serial_run(
     variant, expected = serial
     found, moved = outcome(pool, world, f"{VARIANTS[variant]} {layout}")
     # Losses of routers are compared, too.
-    assert len(found.losses) == (1 if variant == "biased" else 3) * ITERATIONS
+    assert len(found.losses) == (1 + FURTHER[variant]) * ITERATIONS
     apart = outcomes.compare(found, expected)
     assert apart.are_equal, apart
     assert found.traffic == moved
+
+
+def test_positions_that_do_not_divide_are_filled_up(pool: Pool) -> None:
+    """Ranks along tp route shares of 15 positions: one of them has 7."""
+    words = f"{VARIANTS['plain']} --seq-length 15"
+    expected, _ = outcome(pool, 1, words)
+    found, moved = outcome(pool, 2, f"{words} {TP} 2 {A2A}")
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+    assert found.traffic == moved
+
+
+def test_ckpt_02_runs_log_save_and_go_on_with_experts_elsewhere(pool: Pool, tmp_path: Path) -> None:
+    words = f"{BASE} {VARIANTS['rich']} {BIASED} --train-iters 4 --eval-interval 2 --eval-iters 1"
+    given = f"{words} --log-interval 1 --num-workers 0 --metrics-file metrics.jsonl --save save"
+
+    def train(folder: str, world: int, more: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        arguments = f"{given} {more}".split()
+        ended = launch(pool, world, "pretrain_gpt", *arguments, folder=tmp_path / folder)
+        assert [one.code for one in ended] == [0] * world, ended[0].err
+        return ended[0].out
+
+    printed = train("whole", 1, "")
+    assert printed.count("| seq_load_balancing_loss: ") == 4
+    train("parts", 4, f"{PP} 4 --use-distributed-optimizer --exit-interval 1")
+    for world, layout, stop in (
+        (4, f"{EP} 4 {A2A} --use-megatron-fsdp", 2),
+        (4, f"{TP} 2 {ETP} 2 {EP} 2 --sequence-parallel", 3),
+        (1, "", 4),
+    ):
+        printed = train("parts", world, f"{layout} --load save --exit-interval {stop}")
+        assert "weights loaded, optimizer loaded" in printed
+    expected = metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert {"lm_loss", "global_load_balancing_loss"} <= expected[0].keys()
+    assert_rows_equal(metrics(tmp_path / "parts" / "metrics.jsonl"), expected)
+    with Checkpoint(tmp_path / "parts" / "save" / "iter_0000004") as checkpoint:
+        stored = checkpoint.tensors["model.decoder.layers.1.mlp.experts.linear_fc1.weight"]
+        assert stored.shape == (8, 40, 24)
+        assert "model.decoder.layers.1.mlp.router.expert_bias" in checkpoint.tensors
