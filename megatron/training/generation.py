@@ -164,7 +164,11 @@ def check_layout(layout: ParallelConfig, world_size: int) -> None:
     tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     for flag, size, what in (
         ("--context-parallel-size", layout.context_parallel_size, "one token at a time is read"),
-        ("--expert-model-parallel-size", layout.expert_model_parallel_size, "no model has experts"),
+        (
+            "--expert-model-parallel-size",
+            layout.expert_model_parallel_size,
+            "experts are cut over the tensor-parallel ranks",
+        ),
     ):
         if size != 1:
             raise UserError(

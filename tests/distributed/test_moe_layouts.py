@@ -167,3 +167,18 @@ def test_ckpt_02_runs_log_save_and_go_on_with_experts_elsewhere(pool: Pool, tmp_
         stored = checkpoint.tensors["model.decoder.layers.1.mlp.experts.linear_fc1.weight"]
         assert stored.shape == (8, 40, 24)
         assert "model.decoder.layers.1.mlp.router.expert_bias" in checkpoint.tensors
+    asked = "--load save --device cpu --max-new-tokens 3 --temperature 0 --prompt".split()
+    texts = []
+    for world, layout in ((1, ""), (2, f"{TP} 2")):
+        ended = launch(
+            pool,
+            world,
+            "tools.generate_text",
+            *asked,
+            "1 2",
+            *layout.split(),
+            folder=tmp_path / "parts",
+        )
+        assert ended[0].code == 0, ended[0].err
+        texts.append(ended[0].out.splitlines()[-1])
+    assert texts[0] == texts[1] and len(texts[0].split()) == 5
