@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,10 @@ def test_ckpt_21_too_little_space_is_said_at_the_start(
 
 
 def test_a_save_clears_what_a_killed_one_left(tmp_path: Path) -> None:
-    (tmp_path / f"iter_0000009{PARTIAL}").mkdir(parents=True)
+    left = tmp_path / f"iter_0000009{PARTIAL}"
+    left.mkdir(parents=True)
+    past = time.time() - 2 * publishing.PATIENCE
+    os.utime(left, (past, past))
     Run(tmp_path).train(2).save()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", catalog.TRACKER]
 

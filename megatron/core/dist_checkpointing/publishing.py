@@ -9,6 +9,7 @@ of the same name goes aside for the moment between two renames; `catalog` knows 
 for the checkpoint as long as nothing else has its name.
 """
 
+import errno
 import glob
 import os
 import secrets
@@ -25,7 +26,9 @@ PARTIAL = ".partial"
 REPLACED = ".replaced"
 """Ending of an older folder of the same name, for the moment between two renames."""
 PATIENCE = 600.0
-"""Seconds without a change after which a writer on another machine is taken to be dead."""
+"""Seconds without a change after which a writer that cannot be asked is taken to be dead."""
+TRIES = 20
+"""How often an older folder is moved aside while others put theirs in its place."""
 
 
 class InPlaceError(OSError):
@@ -57,10 +60,10 @@ def clear_partials(root: Path, pattern: str = "*") -> list[Path]:
     """Remove what stopped writers have left in ``root``; return what somebody may still fill."""
     kept = []
     for leftover in sorted(root.glob(f"{pattern}{PARTIAL}")):
-        if writer.may_live(leftover, PATIENCE):
-            kept.append(leftover)
-        else:
+        if not writer.may_live(leftover, PATIENCE):
             shutil.rmtree(leftover, ignore_errors=True)
+        elif leftover.exists():  # its writer may have put it in place meanwhile
+            kept.append(leftover)
     return kept
 
 
@@ -84,24 +87,19 @@ def building(final: Path) -> Iterator[Path]:
 def put_in_place(partial: Path, final: Path) -> None:
     """Rename ``partial``, whose files are on disk, to ``final``, in the place of an older one.
 
+    The name of its writer goes after that: a folder without it is nobody's to others, who may
+    remove it. One that stays behind in ``final``, after a kill, does no harm.
+
     Raises:
         InPlaceError: ``final`` is there, but may not survive a power cut.
         OSError: a rename failed; the older one is then where it was, unless another writer has
             just put its own there.
     """
-    (partial / writer.RECORD).unlink(missing_ok=True)
     sync_folder(partial)
     old = final.with_name(final.name + REPLACED)
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
+    _replace(partial, final, old)
     try:
-        os.rename(partial, final)
-    except OSError:
-        if old.exists() and not final.exists():
-            os.rename(old, final)
-        raise
-    try:
+        (final / writer.RECORD).unlink(missing_ok=True)
         sync_folder(final.parent)
     except OSError as error:
         raise InPlaceError(
@@ -109,3 +107,22 @@ def put_in_place(partial: Path, final: Path) -> None:
             f"may not survive a power cut: {error}"
         ) from error
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _replace(partial: Path, final: Path, old: Path) -> None:
+    """Rename ``partial`` to ``final``; what has that name goes to ``old``, also time and again."""
+    for further in reversed(range(TRIES)):
+        try:
+            if final.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(final, old)
+            os.rename(partial, final)
+            return
+        except OSError as error:
+            # Another writer has put its folder there, or moved one aside, at the same moment.
+            crossed = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+            if crossed and further and partial.exists():
+                continue
+            if old.exists() and not final.exists():
+                os.rename(old, final)
+            raise

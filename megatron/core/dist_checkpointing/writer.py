@@ -8,6 +8,7 @@ of machines differ. A job that is started anew (by torchrun, or by Slurm after a
 identity of the one before, whose processes its launcher has ended: it need not wait for them.
 """
 
+import errno
 import functools
 import json
 import os
@@ -102,27 +103,37 @@ def sign(folder: Path) -> None:
 def may_live(folder: Path, patience: float) -> bool:
     """Return whether somebody else may still be filling ``folder``.
 
+    Only of a process that is known to have ended is it known at once that it does not. Of any other
+    one, also of one that has not signed yet or whose record nobody can read, the folder tells.
+
     Args:
-        folder: which was signed, or is of a program that did not sign.
-        patience: seconds without a change after which a writer on another machine is given up.
+        folder: which is, or is about to be, signed.
+        patience: seconds without a change after which a writer that cannot be asked is given up.
     """
+    found = _signature(folder)
+    if found is not None:
+        if found.is_this_process:
+            return False
+        if found.runs is not None:
+            return found.runs
+    return quiet(folder) < patience
+
+
+def _signature(folder: Path) -> Writer | None:
     try:
-        found = parse((folder / RECORD).read_text(encoding="utf-8"))
-    except OSError:
-        return False
-    if found is None or found.is_this_process or found.is_of_this_job and not found.runs:
-        return False
-    return found.runs if found.runs is not None else quiet(folder) < patience
+        return parse((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
+    except OSError:  # not there (yet), or out of reach: the age of the folder decides
+        return None
 
 
 def quiet(folder: Path) -> float:
-    """Return for how many seconds nothing in ``folder`` has changed."""
-    changed = [folder.stat().st_mtime]
-    for path in folder.iterdir():
-        try:
-            changed.append(path.stat().st_mtime)
-        except FileNotFoundError:  # its writer has just renamed it
-            return 0.0
+    """Return for how many seconds nothing in ``folder`` has changed; 0 if it has just gone."""
+    try:
+        changed = [folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())]
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return 0.0  # its writer has just renamed it, or a file in it
     return now(folder.parent) - max(changed)
 
 
