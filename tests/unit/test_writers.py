@@ -316,15 +316,58 @@ def test_one_on_another_machine_is_followed_when_it_is_quiet(tmp_path: Path, soo
     assert time.monotonic() - begin < soon  # it has been quiet for long
 
 
-def test_a_job_that_is_started_anew_on_another_machine_does_not_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the record of a process on another machine, of a job with this one's name."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job42")
-    (tmp_path / writer.RECORD).write_text(elsewhere(job="torchrun's job job42").text)
+    record = tmp_path / writer.RECORD
+    record.write_text(elsewhere(pid=1234, job="torchrun's job job42").text)
+    return record
+
+
+def beating(record: Path, ended: threading.Event, times: int) -> threading.Thread:
+    """Return a thread that gives signs of life."""
+
+    def beat() -> None:
+        for number in range(times):
+            if ended.wait(0.1):
+                return
+            os.utime(record, (time.time(), time.time() + number))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("signs", [0, 1])
+def test_a_job_that_is_started_anew_on_another_machine_waits_for_two_beats(
+    tmp_path: Path, same_job: Path, monkeypatch: pytest.MonkeyPatch, signs: int
+) -> None:
+    """A process that its launcher is just ending may show life once more."""
+    monkeypatch.setattr(lease, "BEAT", 0.5)
+    thread = beating(same_job, threading.Event(), signs)
+    said: list[str] = []
     begin = time.monotonic()
-    held = Lease(tmp_path)
-    assert time.monotonic() - begin < lease.BEAT
+    held = Lease(tmp_path, say=said.append)
+    assert 1.0 <= time.monotonic() - begin < lease.STALE / 2
+    thread.join()
+    held.check()
     held.release()
+    assert "process 1234 on far" in said[0] and "looking for up to 1 s" in said[0]
+
+
+def test_another_job_of_the_same_name_is_refused_while_it_lives(
+    tmp_path: Path, same_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "BEAT", 1.0)
+    ended = threading.Event()
+    thread = beating(same_job, ended, 1000)
+    try:
+        with pytest.raises(UserError, match=r"process 1234 on far.*one name \(--rdzv-id\)"):
+            Lease(tmp_path)
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.usefixtures("soon")
@@ -371,6 +414,39 @@ def test_a_record_that_was_removed_by_hand_comes_back(tmp_path: Path) -> None:
     assert writer.parse((tmp_path / "save" / writer.RECORD).read_text()) is not None
     held.check()
     held.release()
+
+
+def test_a_record_that_could_not_be_written_leaves_nothing_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    held = Lease(tmp_path)
+    (tmp_path / writer.RECORD).unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            held.check()
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == before
+    held.check()
+    held.release()
+
+
+def test_a_record_that_never_was_whole_is_made_anew(tmp_path: Path) -> None:
+    """As it stays behind when not even the removal of a failed one works."""
+    held = Lease(tmp_path)
+    (tmp_path / writer.RECORD).unlink()
+    (tmp_path / writer.RECORD).touch()
+    with pytest.raises(LostError, match="another run"):
+        held.check()  # somebody may just be writing it
+    past = time.time() - 2 * lease.STALE
+    os.utime(tmp_path / writer.RECORD, (past, past))
+    held.check()
+    held.check()
+    held.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_has_lost_the_folder_saves_no_more(tmp_path: Path) -> None:

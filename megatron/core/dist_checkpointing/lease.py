@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import writer
+from megatron.core.dist_checkpointing.part import write_all
 from megatron.core.dist_checkpointing.writer import RECORD, Writer
 from megatron.core.utils import Say, UserError, make_folder, silent, sync_folder
 
@@ -78,9 +79,14 @@ class Lease:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return None
-        os.write(file, self._mine.text.encode())
-        os.fsync(file)
-        sync_folder(self._path.parent)
+        try:
+            write_all(file, memoryview(self._mine.text.encode()))
+            os.fsync(file)
+            sync_folder(self._path.parent)
+        except OSError:  # a full disk, say: what is not whole would be nobody's for ever
+            os.close(file)
+            self._path.unlink(missing_ok=True)
+            raise
         return file
 
     def _is_over(self, seen: "_Seen") -> bool | None:
@@ -94,21 +100,34 @@ class Lease:
                 return True
             if other.runs is not None:
                 return not other.runs
-            if other.is_of_this_job:
-                return True
-        limit = time.monotonic() + STALE - self._age()
-        if time.monotonic() < limit:
+        patience, signs = STALE, 1
+        if other is not None and other.is_of_this_job:
+            # Restarted, as a rule; a process that is just being ended may give one more sign.
+            patience, signs = 2 * BEAT, 2
+        return self._watch(seen, min(patience, STALE - self._age()), patience, signs)
+
+    def _watch(self, seen: "_Seen", first: float, patience: float, signs: int) -> bool | None:
+        """Return whether a record stays quiet: no sign in ``first`` seconds, nor after one.
+
+        False after ``signs`` signs of life; None when there is another record.
+        """
+        other = seen.writer
+        if first > 0:
             self._say(
                 f"{self._path}: {other or 'somebody'} may still save there; looking for up to "
-                f"{limit - time.monotonic():.0f} s whether it lives"
+                f"{first:.0f} s whether it lives"
             )
+        touched, limit = seen.touched, time.monotonic() + first
         while time.monotonic() < limit:
             time.sleep(min(BEAT, 1.0))
             found = _read(self._path)
             if found is None or found.writer != other:
                 return None
-            if found.touched != seen.touched:
-                return False
+            if found.touched != touched:
+                signs -= 1
+                if not signs:
+                    return False
+                touched, limit = found.touched, time.monotonic() + patience
         return True
 
     def _age(self) -> float:
@@ -119,11 +138,13 @@ class Lease:
 
     def _refusal(self, other: Writer | None) -> str:
         where = self._path.parent
+        is_namesake = other is not None and other.is_of_this_job
+        name = " Both jobs have one name (--rdzv-id): give each its own." if is_namesake else ""
         return (
             f"{self._flag} ({where}): another run saves there: {other}; its last sign of life is "
             f"{max(self._age(), 0):.0f} s old. Give this run a folder of its own, or end that one "
             f"(its checkpoints stay, and this run can go on from them). If it is surely gone, "
-            f"remove {self._path}"
+            f"remove {self._path}.{name}"
         )
 
     def _set_aside(self, seen: "_Seen") -> None:
@@ -158,6 +179,9 @@ class Lease:
             OSError: the file system failed.
         """
         found = _read(self._path)
+        if found is not None and found.writer is None and self._age() > STALE:
+            self._set_aside(found)  # it was never whole, and nobody is there to finish it
+            found = None
         if found is None:  # removed by hand, or with the folder: there is no other
             make_folder(self._path.parent)
             file = self._made()

@@ -5,7 +5,8 @@ at any moment. So a record names the process (machine, number, time of start) an
 same machine the system knows whether the process runs. Of another machine only the file system is
 seen: a writer that lives touches its files. All ages are by the clock of the file system, as clocks
 of machines differ. A job that is started anew (by torchrun, or by Slurm after a requeue) has the
-identity of the one before, whose processes its launcher has ended: it need not wait for them.
+name of the one before, whose processes its launcher has ended; but scripts give constant names, so
+that another job that runs may have it too.
 """
 
 import errno
