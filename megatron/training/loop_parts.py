@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import nn
 
 from megatron.core.datasets.sampler import sample_order
-from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.utils import Say
@@ -17,8 +16,8 @@ from megatron.training import data as run_data
 from megatron.training import external, memory
 from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
 from megatron.training.build import build_passes
-from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import warn_of_space
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.config import RunConfig
@@ -55,7 +54,7 @@ class Built:
     chunks: Sequence[nn.Module]
     optimizer: Optimizer | None
     """None when there is only evaluation."""
-    facts: RunFacts
+    run: CheckpointedRun
     loaded: Loaded
     flops_per_sample: int
 
@@ -73,8 +72,6 @@ class Surroundings:
     pulse: Pulse
     memory: MemoryUse
     status: StatusFile
-    lease: Lease | None
-    """Rank 0's right to save to --save."""
 
 
 class LoopParts:
@@ -159,9 +156,9 @@ class LoopParts:
     ) -> Trainer:
         """Return the loop; ``optimizer`` is the one that was built."""
         config, state, save_to = self._config, self._state, self._config.checkpoint.save
-        chunks, schedule = self._built.chunks, self._built.loaded.schedule
+        schedule = self._built.loaded.schedule
         assert schedule is not None, "a run with an optimizer has a schedule"
-        saver = self._made_saver(optimizer) if save_to else None
+        saver = self._made_saver() if save_to else None
         self._saver = self._around.memory.saver = saver
         step = TrainStep(
             passes,
@@ -173,7 +170,7 @@ class LoopParts:
             empty_unused=self._empty_unused,
             before_update=saver.settle if saver is not None else lambda: None,
         )
-        warn_of_space(config.checkpoint, self._mesh, chunks, optimizer, self._around.say)
+        warn_of_space(self._built.run)
         parts = Parts(
             step=step,
             batches=self._training_batches(self._built.data.train),
@@ -238,7 +235,7 @@ class LoopParts:
         )
         return self._read(train, numbers, config.data.num_workers)
 
-    def _made_saver(self, optimizer: Optimizer) -> Saver:
+    def _made_saver(self) -> Saver:
         state, status = self._state, self._around.status
         checkpoint = self._config.checkpoint
         assert checkpoint.save is not None
@@ -256,11 +253,7 @@ class LoopParts:
             if progress is not None:
                 progress.saved(of)
 
-        chunks, facts = self._built.chunks, self._built.facts
-        around = self._around
-        return Saver(
-            checkpoint, self._mesh, chunks, optimizer, facts, around.say, saved, around.lease
-        )
+        return Saver(self._built.run, saved)
 
     def _read(
         self, dataset: Samples, numbers: Iterable[Sequence[int]], num_workers: int

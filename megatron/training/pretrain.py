@@ -33,6 +33,7 @@ from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
 from megatron.training.checkpoints.recovery import check_places
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.config import RunConfig
 from megatron.training.data import RunData
 from megatron.training.failing import watchdog
@@ -191,11 +192,12 @@ class Job:
             objective="tokens" if config.training.calculate_per_token_loss else "microbatches",
         )
         self.pulse.untimed("loading the checkpoint")
-        loaded = load_checkpoint(
-            config.checkpoint, config.schedule, self.mesh, chunks, optimizer, facts, self.say
+        run = CheckpointedRun(
+            config.checkpoint, self.mesh, chunks, optimizer, facts, self.say, self.lease
         )
+        loaded = load_checkpoint(run, config.schedule)
         # The next checkpoint stores the schedule that is followed, not the one the flags gave.
-        facts = replace(facts, schedule=loaded.schedule)
+        run = replace(run, facts=replace(facts, schedule=loaded.schedule))
         self.status.checkpoint = loaded.folder
         self.clock.lap("load")
         if self._is_complete(loaded.state):
@@ -204,7 +206,7 @@ class Job:
             data=data,
             chunks=chunks,
             optimizer=optimizer,
-            facts=facts,
+            run=run,
             loaded=loaded,
             flops_per_sample=accounting.flops_per_sample(
                 config.model, config.data.seq_length, vocabulary.padded_rows
@@ -301,7 +303,6 @@ class Job:
             pulse=self.pulse,
             memory=self.memory,
             status=self.status,
-            lease=self.lease,
         )
 
     def _announce(self, state: TrainState) -> None:

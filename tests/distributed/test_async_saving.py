@@ -23,6 +23,7 @@ from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.utils import silent
 from megatron.training.checkpoint_config import CheckpointConfig
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.failing.failure import RunFailed
 from megatron.training.state import TrainState
@@ -127,15 +128,8 @@ def save_beside_a_full_disk(rank: int, folder: str, full: int, stop: bool) -> li
     chunks, optimizer = build(mesh)
     config = CheckpointConfig.resolve(save=folder, async_save=True, exit_on_failed_save=stop)
     lines, seen = list[str](), list[int]()
-    saver = Saver(
-        config,
-        mesh,
-        chunks,
-        optimizer,
-        FACTS,
-        lines.append,
-        lambda _, of: seen.append(of.iteration),
-    )
+    run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, lines.append)
+    saver = Saver(run, lambda _, of: seen.append(of.iteration))
 
     def fails(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, "no space left")
@@ -186,7 +180,7 @@ def fail_beside_a_save(rank: int, folder: str, alike: bool) -> list[int]:
     def saved(_: Path, of: TrainState) -> None:
         seen.append(of.iteration)
 
-    saver = Saver(config, mesh, chunks, optimizer, FACTS, silent, saved)
+    saver = Saver(CheckpointedRun(config, mesh, chunks, optimizer, FACTS, silent), saved)
     write = os.pwrite
 
     def slow(descriptor: int, data: memoryview, offset: int) -> int:

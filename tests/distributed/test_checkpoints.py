@@ -5,6 +5,7 @@ of a small model alone, where one rank fails.
 """
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from megatron.core.utils import silent
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import save_checkpoint
 from megatron.training.state import TrainState
 from tests.harness import Pool
@@ -170,7 +172,8 @@ def save_while_one_disk_is_full(rank: int, folder: str, full: int) -> list[str |
     """Save three times, the second time with a full disk on one rank; return the errors."""
     mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
     chunks, optimizer = build(mesh)
-    config, write, errors = CheckpointConfig(save=folder), save.write, []
+    run = CheckpointedRun(CheckpointConfig(save=folder), mesh, chunks, optimizer, FACTS, silent)
+    write, errors = save.write, []
     for iteration in (1, 2, 3):
 
         def attempt(staged: Staged, partial: Path, rank: int, now: int = iteration) -> Index:
@@ -180,9 +183,7 @@ def save_while_one_disk_is_full(rank: int, folder: str, full: int) -> list[str |
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(save, "write", attempt)
-            saved = save_checkpoint(
-                config, mesh, chunks, optimizer, TrainState(iteration), FACTS, silent
-            )
+            saved = save_checkpoint(run, TrainState(iteration))
         errors.append(saved.error)
         assert (saved.folder is None) == (saved.error is not None)
     return errors
@@ -206,13 +207,13 @@ def load_what_is_damaged(rank: int, folder: str) -> tuple[str, str]:
     mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
     chunks, optimizer = build(mesh)
     before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
-    config, schedule = CheckpointConfig(load=folder, ckpt_step=3), ScheduleConfig(lr=0.1)
+    schedule, named = ScheduleConfig(lr=0.1), CheckpointConfig(load=folder, ckpt_step=3)
+    run = CheckpointedRun(named, mesh, chunks, optimizer, FACTS, silent)
     with pytest.raises(DamagedError) as caught:
-        load_checkpoint(config, schedule, mesh, chunks, optimizer, FACTS, silent)
+        load_checkpoint(run, schedule)
     after = [parameter for chunk in chunks for parameter in chunk.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    config = CheckpointConfig(load=folder)
-    loaded = load_checkpoint(config, schedule, mesh, chunks, optimizer, FACTS, silent)
+    loaded = load_checkpoint(replace(run, config=CheckpointConfig(load=folder)), schedule)
     assert loaded.folder is not None
     return str(caught.value), loaded.folder.name
 
@@ -235,7 +236,9 @@ def save_where_one_rank_fails(rank: int, folder: str, failing: int) -> list[str]
     """Save with faults that are none of the files, on one rank; return what was said."""
     mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
     chunks, optimizer = build(mesh)
-    config, lines = CheckpointConfig(save=folder), list[str]()
+    lines = list[str]()
+    config = CheckpointConfig(save=folder)
+    run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, lines.append)
 
     def fails(*words: object) -> Index:
         raise MemoryError("no memory for a chunk")
@@ -247,9 +250,8 @@ def save_where_one_rank_fails(rank: int, folder: str, failing: int) -> list[str]
         with pytest.MonkeyPatch.context() as patch:
             if rank == failing:
                 patch.setattr(save, name, planted)
-            state = TrainState(iteration)
-            save_checkpoint(config, mesh, chunks, optimizer, state, FACTS, lines.append)
-    save_checkpoint(config, mesh, chunks, optimizer, TrainState(2), FACTS, lines.append)
+            save_checkpoint(run, TrainState(iteration))
+    save_checkpoint(run, TrainState(2))
     return [line for line in lines if "WARNING" in line]
 
 

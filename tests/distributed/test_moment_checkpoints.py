@@ -25,6 +25,7 @@ from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.contents import items
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import save_checkpoint
 from megatron.training.state import TrainState
 from tests.harness import Pool
@@ -85,12 +86,12 @@ def pass_on(rank: int, folder: str, number: int) -> bool:
     """Train or load, and save; return whether a copy for the background is the same."""
     mesh, chunks, optimizer = build(CHAIN[number])
     config = CheckpointConfig(save=f"{folder}/{number}", load=f"{folder}/{number - 1}")
+    run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, silent)
     if number:
-        load_checkpoint(config, ScheduleConfig(), mesh, chunks, optimizer, FACTS, silent)
+        load_checkpoint(run, ScheduleConfig())
     else:
         train(optimizer)
-    state = TrainState(iteration=1)
-    saved = save_checkpoint(config, mesh, chunks, optimizer, state, FACTS, silent)
+    saved = save_checkpoint(run, TrainState(iteration=1))
     assert saved.error is None, saved.error
     kept = items(chunks, optimizer, mesh, saving=True)
     same = True
@@ -120,16 +121,16 @@ def test_numbers_are_the_same_on_every_layout_and_in_every_format(
 
 def resumed(rank: int, folder: str, number: int) -> bool:
     """Return whether a step after a load has the bits of one that nothing came before."""
-    mesh, chunks, optimizer = build(CHAIN[number])
     config = CheckpointConfig(save=folder, load=folder)
     found = []
     for loads in (False, True):
+        mesh, chunks, optimizer = build(CHAIN[number])
+        run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, silent)
         if loads:
-            mesh, chunks, optimizer = build(CHAIN[number])
-            load_checkpoint(config, ScheduleConfig(), mesh, chunks, optimizer, FACTS, silent)
+            load_checkpoint(run, ScheduleConfig())
         else:
             step(optimizer, 1)
-            save_checkpoint(config, mesh, chunks, optimizer, TrainState(iteration=1), FACTS, silent)
+            save_checkpoint(run, TrainState(iteration=1))
         step(optimizer, 2)
         found.append([state.values().clone() for state in optimizer.tensors()])
         found[-1] += [flat.clone() for _, flat in optimizer.data_parallel.weights()]

@@ -18,6 +18,7 @@ from megatron.training.checkpoints import load as checkpoint_load
 from megatron.training.checkpoints import save as checkpoint_save
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.state import TrainState
 
 MESH = Mesh.serial()
@@ -95,6 +96,12 @@ class Run:
             objective="tokens",
         )
 
+    @property
+    def as_saved(self) -> CheckpointedRun:
+        return CheckpointedRun(
+            self.config, MESH, [self.model], self.optimizer, self.facts, self.lines.append
+        )
+
     def train(self, until: int) -> "Run":
         while self.state.iteration < until:
             draw = torch.Generator().manual_seed(100 + self.state.iteration)
@@ -110,26 +117,10 @@ class Run:
         return self
 
     def save(self) -> checkpoint_save.Saved:
-        return checkpoint_save.save_checkpoint(
-            self.config,
-            MESH,
-            [self.model],
-            self.optimizer,
-            self.state,
-            self.facts,
-            self.lines.append,
-        )
+        return checkpoint_save.save_checkpoint(self.as_saved, self.state)
 
     def load(self) -> "Run":
-        self.loaded = checkpoint_load.load_checkpoint(
-            self.config,
-            self.schedule_config,
-            MESH,
-            [self.model],
-            self.optimizer,
-            self.facts,
-            self.lines.append,
-        )
+        self.loaded = checkpoint_load.load_checkpoint(self.as_saved, self.schedule_config)
         self.state, self.schedule = self.loaded.state, self.loaded.schedule
         return self
 

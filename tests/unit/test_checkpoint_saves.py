@@ -64,11 +64,10 @@ def test_ckpt_21_too_little_space_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path / "new")
-    arguments = (run.config, MESH, [run.model], run.optimizer, run.lines.append)
-    checkpoint_save.warn_of_space(*arguments)
+    checkpoint_save.warn_of_space(run.as_saved)
     assert run.lines == []
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: type("", (), {"free": 100})())
-    checkpoint_save.warn_of_space(*arguments)
+    checkpoint_save.warn_of_space(run.as_saved)
     assert len(run.lines) == 1 and "100 B free" in run.text
 
 

@@ -31,6 +31,7 @@ from megatron.core.transformer.plan import routers_of
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import save_checkpoint
 from megatron.training.health import Health
 from megatron.training.log_config import HealthConfig
@@ -211,13 +212,14 @@ def test_five_iterations_and_two_after_a_checkpoint(name: str, tmp_path: Path) -
         objective="tokens" if first.objective.per_token else "microbatches",
     )
     mesh, state = first.model.mesh, TrainState(iteration=5, consumed_samples=20)
-    save_checkpoint(config, mesh, [first.model], first.optimizer, state, facts, print)
+    save_checkpoint(
+        CheckpointedRun(config, mesh, [first.model], first.optimizer, facts, print), state
+    )
 
     fresh = Training(name)
     rng.initialize(fresh.model, 99)
-    loaded = load_checkpoint(
-        config, ScheduleConfig(lr=5e-3), mesh, [fresh.model], fresh.optimizer, facts, print
-    )
+    run = CheckpointedRun(config, mesh, [fresh.model], fresh.optimizer, facts, print)
+    loaded = load_checkpoint(run, ScheduleConfig(lr=5e-3))
     assert loaded.state == state
     assert [record["iteration"] for record in fresh.case["after_checkpoint"]] == [6, 7]
     for record in fresh.case["after_checkpoint"]:

@@ -34,6 +34,7 @@ from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.convert import convert
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import Loaded, load_checkpoint
+from megatron.training.checkpoints.run import CheckpointedRun
 from tests.programs import ROOT
 from tests.unit.test_gpt_trajectories import CASES, DATA, Training, config_of, joined
 
@@ -60,9 +61,8 @@ def load(training: Training, folder: Path, **flags) -> tuple[Loaded, str]:
     config = CheckpointConfig(load=str(folder), **flags)
     schedules = ScheduleConfig(lr=5e-3)
     models, mesh = [training.model], training.model.mesh
-    loaded = load_checkpoint(
-        config, schedules, mesh, models, training.optimizer, facts, said.append
-    )
+    run = CheckpointedRun(config, mesh, models, training.optimizer, facts, said.append)
+    loaded = load_checkpoint(run, schedules)
     return loaded, "\n".join(said)
 
 

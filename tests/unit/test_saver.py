@@ -1,5 +1,6 @@
 """A run's saves one after the other: who waits for whom, what is published, also after a fault."""
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.failing.failure import RunFailed
-from tests.unit.checkpoint_runs import MESH, Run, equal
+from tests.unit.checkpoint_runs import Run, equal
 
 
 class Beside:
@@ -31,15 +32,8 @@ class Beside:
 
         patch.setattr(os, "pwrite", gated)
         config = CheckpointConfig.resolve(save=str(folder), async_save=True, **settings)
-        self.saver = Saver(
-            config,
-            MESH,
-            [self.run.model],
-            self.run.optimizer,
-            self.run.facts,
-            self.lines.append,
-            lambda folder, state: self.saved.append(state.iteration),
-        )
+        run = dataclasses.replace(self.run.as_saved, config=config, say=self.lines.append)
+        self.saver = Saver(run, lambda folder, state: self.saved.append(state.iteration))
 
     def save(self, iteration: int, *, last: bool = False) -> None:
         self.run.train(iteration)
@@ -84,7 +78,7 @@ def test_a_second_save_waits_and_retention_follows_each(beside: Callable[..., Be
         run.train(iteration)
     run.save(4, last=True)
     assert run.saved == [1, 2, 3, 4]  # the last one is not left to the background
-    found = catalog.scan(Path(run.saver._config.save or ""))
+    found = catalog.scan(Path(run.saver._run.config.save or ""))
     assert [one.name for one in found.complete] == [4] and found.unfinished == []
     assert run.saver.bytes > 0 and run.saver.longest > 0.1
 

@@ -7,6 +7,9 @@ from megatron.core import rng
 from megatron.core.dist_checkpointing.staging import HostBuffer, stage
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.utils import silent
+from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import contents
 from megatron.training.plan.memory import MemoryPlan
 from tests.unit.test_memory_plan import DP4, IDS, LAYOUTS, LLAMA, PP2, TP4, config, made_up
@@ -29,6 +32,10 @@ RUNS = {
     "dp4 in two": f"{DP4} --use-distributed-optimizer --num-distributed-optimizer-instances 2",
 }
 
+FACTS = RunFacts(
+    config={}, schedule=None, tokenizer="", vocabulary=9, vocabulary_rows=9, objective="tokens"
+)
+
 
 def written(words: str, pp: int) -> int:
     """Return the bytes that the first rank of a stage copies."""
@@ -41,7 +48,7 @@ def written(words: str, pp: int) -> int:
         rng.initialize(chunk, 1)
     optimizer = build_optimizer(run.optimizer, chunks, mesh, run.precision, run.replicas)
     buffer = HostBuffer(run.checkpoint.speed.host_limit)
-    stage(contents(run.checkpoint, mesh, chunks, optimizer), buffer)
+    stage(contents(CheckpointedRun(run.checkpoint, mesh, chunks, optimizer, FACTS, silent)), buffer)
     return buffer.bytes
 
 

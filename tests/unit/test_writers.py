@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.utils import UserError
 from megatron.training.checkpoints.save import save_checkpoint
 from tests.unit.checkpoint_files import WORLD, item
-from tests.unit.checkpoint_runs import MESH, Run
+from tests.unit.checkpoint_runs import Run
 
 Start = Callable[..., tuple[BaseProcess, Connection]]
 
@@ -456,8 +456,7 @@ def test_who_has_lost_the_folder_saves_no_more(tmp_path: Path) -> None:
     other = elsewhere(pid=77)
     (tmp_path / writer.RECORD).write_text(other.text)
     run.train(2)
-    state = (run.config, MESH, [run.model], run.optimizer, run.state, run.facts, run.lines.append)
-    saved = save_checkpoint(*state, held)
+    saved = save_checkpoint(dataclasses.replace(run.as_saved, lease=held), run.state)
     assert saved.folder is None and "now saved to by process 77 on far" in run.lines[-1]
     assert catalog.read_tracker(tmp_path) == 1
     assert [one.name for one in catalog.scan(tmp_path).complete] == [1]

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.load import check_bytes, load
+from megatron.core.dist_checkpointing.load import LoadReport, check_bytes, load
+from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Mesh
@@ -27,12 +26,11 @@ from megatron.training.checkpoints.contents import (
     MASTERS,
     OPTIMIZER,
     RANDOM,
-    Optimizer,
     items,
     random_key,
 )
-from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.recovery import Local, newest_local, open_source
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.source import Source, choose
 from megatron.training.processes.rank_zero import from_first
 from megatron.training.state import TrainState
@@ -58,15 +56,7 @@ class Loaded:
     """What came from the checkpoint: weights, optimizer, random, progress."""
 
 
-def load_checkpoint(
-    config: CheckpointConfig,
-    schedule_config: ScheduleConfig,
-    mesh: Mesh,
-    models: Sequence[nn.Module],
-    optimizer: Optimizer | None,
-    run: RunFacts,
-    say: Say,
-) -> Loaded:
+def load_checkpoint(run: CheckpointedRun, schedule: ScheduleConfig) -> Loaded:
     """Set weights, optimizer, random states and progress from the checkpoint to start from.
 
     A collective of the world. Without a checkpoint (see `source.choose`) nothing is
@@ -76,72 +66,120 @@ def load_checkpoint(
         UserError: there is something to load, but it cannot be, or does not fit; with a schedule
             other than the stored one and no flag to say which, too.
     """
-    local = newest_local(config, mesh, say)
-    source = _sound(config, mesh, local, say)
+    local = newest_local(run.config, run.mesh, run.say)
+    source = _sound(run, local)
     if source is None:
-        return Loaded(TrainState(), run.schedule)
-    begin, folder, facts = time.monotonic(), source.found.folder, source.found.index.facts
-    kind = "" if source.found.is_ours else f", in the format {source.found.index.format} (Megatron)"
-    say(f" loading checkpoint from {folder.parent} at iteration {facts['iteration']}{kind}")
-    fresh = source.weights_only
-    with_optimizer = config.load_optim and not fresh and optimizer is not None
-    _check_parts(source, with_optimizer)
-    if with_optimizer:
-        checkpoint_facts.check_rule(facts, run, folder)
-    schedules = [run.schedule]
+        return Loaded(TrainState(), run.facts.schedule)
+    return _Loading(run, schedule, source, local).loaded()
 
-    def follow() -> None:
-        """Choose the schedule, which is only worth a word where the weights fit."""
-        if not fresh:
-            schedules.append(checkpoint_facts.follow(facts, run, schedule_config, say))
 
-    checkpoint_facts.compare(facts, run, mesh, say, fresh=fresh)
-    wanted = items(
-        models,
-        optimizer,
-        mesh,
-        saving=False,
-        states=with_optimizer,
-        masters=not config.load_main_params_from_ckpt,
-    )
-    with open_source(source, local, mesh, wanted) as checkpoint:
+class _Loading:
+    """One load from a source that is there.
+
+    Args:
+        run: what is set.
+        schedule: what the flags say of a schedule other than the stored one.
+        source: what it is set from.
+        local: the checkpoint on the machines' own disks that ``source`` may be.
+    """
+
+    def __init__(
+        self, run: CheckpointedRun, schedule: ScheduleConfig, source: Source, local: Local | None
+    ) -> None:
+        self._run, self._schedule_config = run, schedule
+        self._source, self._local = source, local
+        self._folder, self._facts = source.found.folder, source.found.index.facts
+        self._schedule = run.facts.schedule
+        self._with_optimizer = (
+            run.config.load_optim and not source.weights_only and run.optimizer is not None
+        )
+
+    def loaded(self) -> Loaded:
+        """Compare, fill, and say what was loaded; a collective of the world."""
+        begin, run, fresh = time.monotonic(), self._run, self._source.weights_only
+        self._announce()
+        self._check()
+        report, has_random = self._fill()
+        comm.barrier(run.mesh.world)
+        checkpoint_facts.tell(report, run.config, run.say)
+        got = {
+            "weights": True,
+            "optimizer": self._with_optimizer,
+            "random": has_random,
+            "progress": not fresh,
+        }
+        parts = tuple(part for part, is_loaded in got.items() if is_loaded)
+        state = TrainState() if fresh else _progress(self._facts, run.config, run.say)
+        run.say(
+            f"  successfully loaded checkpoint from {self._folder.parent} at iteration "
+            f"{self._facts['iteration']}: "
+            f"{checkpoint_facts.parts_line(parts, run.config, fresh)}; {report.tensors} tensors, "
+            f"{human_bytes(report.bytes)} in {time.monotonic() - begin:.1f} s from "
+            f"{self._folder.name}, hash {report.hash}"
+        )
+        return Loaded(state, self._schedule, self._folder, report.hash, parts)
+
+    def _announce(self) -> None:
+        found = self._source.found
+        kind = "" if found.is_ours else f", in the format {found.index.format} (Megatron)"
+        self._run.say(
+            f" loading checkpoint from {self._folder.parent} at iteration "
+            f"{self._facts['iteration']}{kind}"
+        )
+
+    def _check(self) -> None:
+        """Refuse what the index alone tells, and say where this run differs from that one."""
+        run = self._run
+        _check_parts(self._source, self._with_optimizer)
+        if self._with_optimizer:
+            checkpoint_facts.check_rule(self._facts, run.facts, self._folder)
+        checkpoint_facts.compare(
+            self._facts, run.facts, run.mesh, run.say, fresh=self._source.weights_only
+        )
+
+    def _fill(self) -> tuple[LoadReport, bool]:
+        """Set weights, optimizer and generators; say whether all ranks' generators were there."""
+        run = self._run
+        wanted = items(
+            run.models,
+            run.optimizer,
+            run.mesh,
+            saving=False,
+            states=self._with_optimizer,
+            masters=not run.config.load_main_params_from_ckpt,
+        )
+        with open_source(self._source, self._local, run.mesh, wanted) as checkpoint:
+            report = self._fill_tensors(wanted, checkpoint)
+            if run.optimizer is not None:
+                if self._with_optimizer:
+                    run.optimizer.load_scalars(self._facts["optimizer"])
+                run.optimizer.reload()
+            wants_random = run.config.load_rng and not self._source.weights_only
+            return report, wants_random and _load_random(checkpoint, run.mesh, run.say)
+
+    def _fill_tensors(self, wanted: Sequence[Item], checkpoint: Checkpoint) -> LoadReport:
+        config = self._run.config
         try:
-            report = load(
+            return load(
                 wanted,
                 checkpoint,
-                mesh.world,
+                self._run.mesh.world,
                 strictness=config.dist_ckpt_strictness,
-                set_aside=_set_aside(config, with_optimizer),
-                fits=follow,
+                set_aside=_set_aside(config, self._with_optimizer),
+                fits=self._follow,
             )
         except CheckpointError as error:
             raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
-        if with_optimizer and optimizer is not None:
-            optimizer.load_scalars(facts["optimizer"])
-        if optimizer is not None:
-            optimizer.reload()
-        wants_random = config.load_rng and not fresh
-        got_random = wants_random and _load_random(checkpoint, mesh, say)
-    comm.barrier(mesh.world)
-    checkpoint_facts.tell(report, config, say)
-    got = {
-        "weights": True,
-        "optimizer": with_optimizer,
-        "random": got_random,
-        "progress": not fresh,
-    }
-    parts = tuple(part for part, loaded in got.items() if loaded)
-    state = TrainState() if fresh else _progress(facts, config, say)
-    say(
-        f"  successfully loaded checkpoint from {folder.parent} at iteration {facts['iteration']}: "
-        f"{checkpoint_facts.parts_line(parts, config, fresh)}; {report.tensors} tensors, "
-        f"{human_bytes(report.bytes)} in {time.monotonic() - begin:.1f} s from {folder.name}, "
-        f"hash {report.hash}"
-    )
-    return Loaded(state, schedules[-1], folder, report.hash, parts)
+
+    def _follow(self) -> None:
+        """Choose the schedule, which is only worth a word where the weights fit."""
+        if not self._source.weights_only:
+            self._schedule = checkpoint_facts.follow(
+                self._facts, self._run.facts, self._schedule_config, self._run.say
+            )
 
 
-def _sound(config: CheckpointConfig, mesh: Mesh, local: Local | None, say: Say) -> Source | None:
+def _sound(run: CheckpointedRun, local: Local | None) -> Source | None:
     """Return what to load, its checksums compared; None to start from scratch. A collective.
 
     One that is damaged is passed over with a warning, as one that is not whole is.
@@ -149,17 +187,18 @@ def _sound(config: CheckpointConfig, mesh: Mesh, local: Local | None, say: Say) 
     Raises:
         UserError: as `source.choose`; or a damaged one was asked for by name, or is the last.
     """
+    config, world = run.config, run.mesh.world
     damaged: dict[Path, str] = {}
     on_disks = local.source if local is not None else None
     while True:
         # One rank chooses, so that all take the same checkpoint.
-        source = from_first(mesh.world, lambda: choose(config, say, on_disks, damaged))
+        source = from_first(world, lambda: choose(config, run.say, on_disks, damaged))
         if source is None or not config.verify_integrity:
             return source
         folder = source.found.folder
-        with open_source(source, local, mesh) as checkpoint:
+        with open_source(source, local, run.mesh) as checkpoint:
             try:
-                check_bytes(checkpoint, mesh.world)
+                check_bytes(checkpoint, world)
                 return source
             except DamagedError as error:
                 if source.is_named:

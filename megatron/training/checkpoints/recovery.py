@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from megatron.core import comm
 from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.load import source_of
 from megatron.core.dist_checkpointing.local import (
     LocalCheckpoint,
@@ -32,55 +29,53 @@ from megatron.core.mesh import Mesh
 from megatron.core.utils import Say, UserError, human_bytes
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import save as saving
-from megatron.training.checkpoints.contents import Optimizer, random_key
-from megatron.training.checkpoints.facts import RunFacts
+from megatron.training.checkpoints.contents import random_key
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import Saved
 from megatron.training.checkpoints.source import Source
 from megatron.training.recovery_config import own_folder
 from megatron.training.state import TrainState
 
 
-def save_recovery(
-    config: CheckpointConfig,
-    mesh: Mesh,
-    models: Sequence[nn.Module],
-    optimizer: Optimizer | None,
-    state: TrainState,
-    run: RunFacts,
-    say: Say,
-    lease: Lease | None = None,
-) -> Saved:
+def save_recovery(run: CheckpointedRun, state: TrainState) -> Saved:
     """Save where recovery checkpoints are, and drop the last one; as `save.save_checkpoint`.
 
     A collective of the world, at the boundary of an iteration. A failure is reported and returned;
     older checkpoints of any kind are then as they were.
     """
+    config = run.config
     assert config.save is not None, "nowhere to save to"
-    recovery = config.recovery
-    if not recovery.is_local:
-        there = str(recovery.shared_folder(config.save))
-        alone = replace(config, save=there, save_keep_last=1, save_retain_interval=None)
-        return saving.save_checkpoint(alone, mesh, models, optimizer, state, run, say, lease)
+    if config.recovery.is_local:
+        return _save_local(run, state)
+    there = str(config.recovery.shared_folder(config.save))
+    alone = replace(config, save=there, save_keep_last=1, save_retain_interval=None)
+    return saving.save_checkpoint(replace(run, config=alone), state)
+
+
+def _save_local(run: CheckpointedRun, state: TrainState) -> Saved:
+    """Save to the machines' own disks; the rest as `save_recovery`."""
     begin = time.monotonic()
-    say(f"saving local checkpoint at iteration {state.iteration:7d}")
+    config, mesh = run.config, run.mesh
+    assert config.save is not None
+    run.say(f"saving local checkpoint at iteration {state.iteration:7d}")
     # One name on all machines, however each calls the folder of checkpoints.
     root = local_root(config, comm.broadcast_object(config.save, mesh.world))
     try:
         folder, size = save_local(
-            saving.contents(config, mesh, models, optimizer),
+            saving.contents(run),
             root,
             state.iteration,
-            saving.facts(config, mesh, optimizer, state, run),
+            saving.facts(run, state),
             mesh.world,
             mesh.device,
-            Copies(*recovery.copies()),
-            saving.check_of(lease),
+            Copies(*config.recovery.copies()),
+            run.check_lease,
         )
     except SaveError as error:
-        say(f"WARNING: saving iteration {state.iteration} to local disks failed: {error}")
+        run.say(f"WARNING: saving iteration {state.iteration} to local disks failed: {error}")
         return Saved(None, str(error), time.monotonic() - begin)
     seconds = time.monotonic() - begin
-    say(
+    run.say(
         f"  successfully saved local checkpoint from iteration {state.iteration:7d} to {folder} "
         f"({human_bytes(size)} in {seconds:.1f} s)"
     )

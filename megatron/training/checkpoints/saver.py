@@ -11,24 +11,18 @@ import copy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from megatron.core.dist_checkpointing import catalog, priority
 from megatron.core.dist_checkpointing.background import BackgroundSave
-from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.save import SaveError
 from megatron.core.dist_checkpointing.staging import HostBuffer
-from megatron.core.mesh import Mesh
-from megatron.core.utils import Say, UserError
-from megatron.training.checkpoint_config import CheckpointConfig
+from megatron.core.utils import UserError
 from megatron.training.checkpoints import save as saving
-from megatron.training.checkpoints.contents import Optimizer
-from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.recovery import save_recovery
+from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.save import Saved
 from megatron.training.failing.failure import SaveFailed
 from megatron.training.state import TrainState
@@ -51,38 +45,21 @@ class Saver:
     """Saves what a run is; its methods are collectives of the world, but where they say so.
 
     Args:
-        config: where to, and how.
-        mesh: this rank's place.
-        models: the model chunks.
-        optimizer: None to save weights alone.
-        run: what the run says of itself.
-        say: takes lines for the log.
+        run: what is saved, and where to.
         saved: told the folder of every checkpoint when it is there, and the state it holds.
-        lease: rank 0's right to save there; nothing is saved when it is lost.
 
     Raises:
         UserError: the system refuses the priorities of the writing threads.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        mesh: Mesh,
-        models: Sequence[nn.Module],
-        optimizer: Optimizer | None,
-        run: RunFacts,
-        say: Say,
-        saved: Callable[[Path, TrainState], None],
-        lease: Lease | None = None,
-    ) -> None:
-        self._config, self._mesh, self._say = config, mesh, say
-        self._models, self._optimizer, self._run = models, optimizer, run
-        self._saved, self._lease = saved, lease
-        self._buffer = HostBuffer(config.speed.host_limit)
+    def __init__(self, run: CheckpointedRun, saved: Callable[[Path, TrainState], None]) -> None:
+        self._run, self._saved = run, saved
+        self._speed = run.config.speed
+        self._buffer = HostBuffer(self._speed.host_limit)
         self._pending: _Pending | None = None
         self.longest = 0.0
         """Seconds of the longest save from begin to end."""
-        if config.speed.async_save and priority.settable():
+        if self._speed.async_save and priority.settable():
             problem = priority.refusal(*self._priorities)
             if problem is not None:
                 raise UserError(
@@ -92,8 +69,7 @@ class Saver:
 
     @property
     def _priorities(self) -> tuple[int, int]:
-        speed = self._config.speed
-        return speed.async_ckpt_cpu_priority, speed.async_ckpt_io_priority
+        return self._speed.async_ckpt_cpu_priority, self._speed.async_ckpt_io_priority
 
     @property
     def bytes(self) -> int:
@@ -107,20 +83,10 @@ class Saver:
             SaveFailed: it failed, and it is the last one or --exit-on-failed-save.
         """
         self.finish()
-        if self._config.speed.async_save and not last:
+        if self._speed.async_save and not last:
             self._begin(state)
             return
-        saved = saving.save_checkpoint(
-            self._config,
-            self._mesh,
-            self._models,
-            self._optimizer,
-            state,
-            self._run,
-            self._say,
-            self._lease,
-        )
-        self._ended(saved, state, last)
+        self._ended(saving.save_checkpoint(self._run, state), state, last)
 
     def recover(self, state: TrainState) -> None:
         """Save ``state`` at once where recovery checkpoints are; raises as `save` does.
@@ -129,17 +95,7 @@ class Saver:
         last counts as the newest.
         """
         self.finish()
-        saved = save_recovery(
-            self._config,
-            self._mesh,
-            self._models,
-            self._optimizer,
-            state,
-            self._run,
-            self._say,
-            self._lease,
-        )
-        self._ended(saved, state, last=False)
+        self._ended(save_recovery(self._run, state), state, last=False)
 
     def look(self) -> None:
         """Publish the save that is under way if all ranks have written; else do nothing.
@@ -147,7 +103,7 @@ class Saver:
         Raises:
             SaveFailed: it failed, and --exit-on-failed-save.
         """
-        if self._pending is not None and self._pending.save.written(self._mesh.device):
+        if self._pending is not None and self._pending.save.written(self._run.mesh.device):
             self.finish()
 
     def settle(self) -> None:
@@ -166,10 +122,10 @@ class Saver:
         save, iteration = pending.save, pending.state.iteration
         try:
             index = save.finish()
-            saving.move_tracker(save.final.parent, iteration, self._mesh)
+            saving.move_tracker(save.final.parent, iteration, self._run.mesh)
         except SaveError as error:
             seconds = time.monotonic() - pending.begun
-            saved = saving.failed(self._config, iteration, error, seconds, self._say)
+            saved = saving.failed(self._run, iteration, error, seconds)
         else:
             now = time.monotonic()
             saved = Saved(
@@ -179,7 +135,7 @@ class Saver:
                 index.bytes if index is not None else 0,
                 pending.stall + now - begin,
             )
-            saving.conclude(self._config, iteration, saved, index, self._say)
+            saving.conclude(self._run, iteration, saved, index)
         self._ended(saved, pending.state, last=False)
 
     def rescue(self, *, alike: bool) -> None:
@@ -196,45 +152,46 @@ class Saver:
         try:
             self._end(pending, alike=alike)
         except SaveError as error:
-            self._say(f"WARNING: the save that was under way was not finished: {error}")
+            self._run.say(f"WARNING: the save that was under way was not finished: {error}")
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            self._say(
+            self._run.say(
                 f"WARNING: ending the save that was under way failed: {type(error).__name__}: "
                 f"{error}; what is in {pending.save.final.parent} is found at the next start"
             )
 
     def _end(self, pending: _Pending, *, alike: bool) -> None:
-        if not alike and self._mesh.world.size > 1:
+        if not alike and self._run.mesh.world.size > 1:
             pending.save.abandon()
             return
         index = pending.save.rescue(PATIENCE)
         if index is not None:
             catalog.write_tracker(pending.save.final.parent, pending.state.iteration)
-            self._say(f"iteration {pending.state.iteration}, whose save was under way, is saved")
+            iteration = pending.state.iteration
+            self._run.say(f"iteration {iteration}, whose save was under way, is saved")
             self._saved(pending.save.final, pending.state)
 
     def _begin(self, state: TrainState) -> None:
         begun = time.monotonic()
-        final = saving.announced(self._config, state, self._say)
+        final = saving.announced(self._run, state)
         try:
-            saving.clear(final.parent, self._mesh, self._say, self._lease)
+            saving.clear(self._run, final.parent)
             save = BackgroundSave(
-                saving.contents(self._config, self._mesh, self._models, self._optimizer),
+                saving.contents(self._run),
                 final,
-                saving.facts(self._config, self._mesh, self._optimizer, state, self._run),
-                self._mesh.world,
+                saving.facts(self._run, state),
+                self._run.mesh.world,
                 self._buffer,
                 self._lower if priority.settable() else None,
-                saving.check_of(self._lease),
+                self._run.check_lease,
             )
         except SaveError as error:
             seconds = time.monotonic() - begun
-            saved = saving.failed(self._config, state.iteration, error, seconds, self._say)
+            saved = saving.failed(self._run, state.iteration, error, seconds)
             self._ended(saved, state, last=False)
             return
         stall = time.monotonic() - begun
-        self._say("  training goes on; the checkpoint is written meanwhile")
+        self._run.say("  training goes on; the checkpoint is written meanwhile")
         self._pending = _Pending(save, copy.deepcopy(state), begun, stall)
 
     def _lower(self) -> None:
@@ -244,5 +201,5 @@ class Saver:
         self.longest = max(self.longest, saved.seconds)
         if saved.folder is not None:
             self._saved(saved.folder, state)
-        elif last or self._config.exit_on_failed_save:
+        elif last or self._run.config.exit_on_failed_save:
             raise SaveFailed(f"iteration {state.iteration} was not saved: {saved.error}")
