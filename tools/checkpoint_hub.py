@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.files import write_weights
 from megatron.bridge.hugging_face import TOKEN_IDS, Import, export, main_dtype
+from megatron.bridge.writing import write_weights
 from megatron.core.dist_checkpointing.format import DTYPES
 from megatron.core.dist_checkpointing.stream import Shape
 from megatron.core.tokenizers.base import Tokenizer

@@ -1,4 +1,4 @@
-"""Weights as the transformers library stores them: read a box at a time, written a slab at a time.
+"""Weights as the transformers library stores them: read a box at a time.
 
 A safetensors file is a header in JSON and the raw bytes of its tensors, row-major: what a
 checkpoint of ours is too, so that the same code reads boxes of both. ``pytorch_model.bin`` is
@@ -6,53 +6,28 @@ torch's archive, of which nothing but tensors is unpickled, and which stays on d
 read.
 """
 
-import json
 import os
 import pickle
-import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.bridge.safetensors import read_header
 from megatron.bridge.settings import read_json
-from megatron.core.dist_checkpointing.boxes import slabs, whole_box
 from megatron.core.dist_checkpointing.format import (
-    CHUNK,
-    DTYPES,
     Index,
-    StoredBox,
-    StoredTensor,
     dtype_name,
 )
-from megatron.core.dist_checkpointing.part import write_all
-from megatron.core.dist_checkpointing.publishing import building, put_in_place
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.save import check_space
-from megatron.core.dist_checkpointing.stream import ReadSlab, Shape, as_bytes
+from megatron.core.dist_checkpointing.stream import Shape
 from megatron.core.sharding import Box, box_slices
 from megatron.core.utils import UserError
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
-LONGEST_HEADER = 100 * 2**20
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-_NAMES = {ours: theirs for theirs, ours in _DTYPES.items()}
 
 
 class Weights(Protocol):
@@ -119,7 +94,7 @@ def safetensors_index(folder: Path) -> Index:
     files: Listing = _listed(listing) if listing.exists() else {SAFE: None}
     index = Index(format="safetensors")
     for file, listed in files.items():
-        found = _read_header(folder / file)
+        found = read_header(folder / file)
         _agree(folder / file, listed, set(found))
         twice = sorted(found.keys() & index.tensors.keys())
         if twice:
@@ -142,49 +117,6 @@ class _SafeTensors:
 
     def close(self) -> None:
         self._checkpoint.close()
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return what a safetensors file holds.
-
-    Raises:
-        UserError: it is absent, cut off, or no such file.
-    """
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise ValueError(f"it has {size} bytes")
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, LONGEST_HEADER):
-                raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            entries = json.loads(file.read(length))
-        base, data = 8 + length, size - 8 - length
-        found = {
-            name: _entry(name, entry, path.name, base, data)
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is no whole safetensors file: {error}") from None
-    held = sum(tensor.bytes_of(tensor.boxes[0]) for tensor in found.values())
-    if held != data:
-        raise UserError(f"{path} is damaged: its tensors have {held} bytes, the file {data}")
-    return found
-
-
-def _entry(name: str, entry: Mapping[str, Any], file: str, base: int, data: int) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{name} has dtype {entry['dtype']}, which cannot be read here")
-    shape = tuple(int(size) for size in entry["shape"])
-    start, stop = (int(offset) for offset in entry["data_offsets"])
-    box = StoredBox(whole_box(shape), file, base + start, None)
-    tensor = StoredTensor(_DTYPES[entry["dtype"]], shape, [box])
-    if start < 0 or stop > data or stop - start != tensor.bytes_of(box):
-        raise ValueError(f"{name} would lie from byte {start} to {stop} of {data}")
-    return tensor
 
 
 class _Pickled:
@@ -230,90 +162,3 @@ def _load(path: Path) -> dict[str, Tensor]:
     if not isinstance(loaded, dict) or not all(isinstance(x, Tensor) for x in loaded.values()):
         raise UserError(f"{path} holds something else than tensors by name")
     return {str(name): tensor.detach() for name, tensor in loaded.items()}
-
-
-def write_weights(
-    folder: Path,
-    tensors: Mapping[str, Shape],
-    read: ReadSlab,
-    settings: Mapping[str, Any],
-    *,
-    most_bytes: int,
-    told: Callable[[str, int], None] = lambda name, size: None,
-) -> list[str]:
-    """Write a folder with config.json and safetensors, whole or not at all; return its files.
-
-    Args:
-        folder: which must not be there yet.
-        tensors: what to write, in order.
-        read: gives the values; its results have the dtype that ``tensors`` says.
-        settings: contents of config.json.
-        most_bytes: size above which a further file is begun; a tensor is never cut.
-        told: hears of each slab that is written.
-
-    Raises:
-        UserError: there is no room.
-        OSError: the file system failed. In both cases nothing is left behind.
-    """
-    with building(folder) as partial:
-        total = sum(tensor.bytes for tensor in tensors.values())
-        check_space(partial, total)
-        shards = _shards(tensors, most_bytes)
-        names = [SAFE]
-        if len(shards) > 1:
-            count = len(shards)
-            names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-            table = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-            listing = {"metadata": {"total_size": total}, "weight_map": table}
-            _write_json(partial / f"{SAFE}.index.json", listing)
-        for name, keys in zip(names, shards, strict=True):
-            _write_shard(partial / name, {key: tensors[key] for key in keys}, read, told)
-        _write_json(partial / "config.json", settings)
-        put_in_place(partial, folder)
-    return names
-
-
-def _shards(tensors: Mapping[str, Shape], most_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.bytes > most_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.bytes
-    return shards
-
-
-def _write_shard(
-    path: Path, tensors: Mapping[str, Shape], read: ReadSlab, told: Callable[[str, int], None]
-) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.bytes],
-        }
-        offset += tensor.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(struct.pack("<Q", len(text)) + text))
-        for name, tensor in tensors.items():
-            for slab in slabs(whole_box(tensor.shape), tensor.itemsize, CHUNK):
-                values = read(name, slab)
-                assert values.dtype == DTYPES[tensor.dtype], f"{name}: {values.dtype}"
-                data = as_bytes(values)
-                write_all(file.fileno(), data)
-                told(name, len(data))
-        os.fsync(file.fileno())
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())

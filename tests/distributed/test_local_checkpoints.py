@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.dist_checkpointing import catalog, local
+from megatron.core.dist_checkpointing import catalog, local, local_reading
 from megatron.core.dist_checkpointing.plan import Item, Piece
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
@@ -161,9 +161,9 @@ def fetch_in_chunks(rank: int, folder: str, chunk: int) -> tuple[int, int, int]:
     # Rank 0 lacks the second half, and wants a few columns of its first three rows.
     wanted = ((0, half + 3), (5, 9)) if rank == 0 else ((0, ROWS), (0, COLUMNS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "CHUNK", chunk)
+        patch.setattr(local_reading, "CHUNK", chunk)
         patch.setattr(comm, "broadcast", counted)
-        with local.LocalCheckpoint(root, found, world, cpu) as checkpoint:
+        with local_reading.LocalCheckpoint(root, found, world, cpu) as checkpoint:
             checkpoint.fetch([("a", wanted)])
             kept = sum(
                 memory.untyped_storage().nbytes()

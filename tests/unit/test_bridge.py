@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.bridge.files import open_weights, write_weights
+from megatron.bridge.files import open_weights
 from megatron.bridge.gpt2 import GPT2 as GPT2Family
 from megatron.bridge.hugging_face import FAMILIES, Import, export, our_tensors
 from megatron.bridge.llama import Llama
 from megatron.bridge.settings import Settings
+from megatron.bridge.writing import write_weights
 from megatron.core.dist_checkpointing.stream import Shape
 from megatron.core.sharding import Box, box_slices
 from megatron.core.transformer.config import TransformerConfig

@@ -18,8 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the library reads it
 import transformers  # noqa: E402
 
 from megatron.bridge import hugging_face  # noqa: E402
-from megatron.bridge.files import write_weights  # noqa: E402
 from megatron.bridge.hugging_face import Import  # noqa: E402
+from megatron.bridge.writing import write_weights  # noqa: E402
 from megatron.core import sharding  # noqa: E402
 from megatron.core.mesh import Mesh  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402

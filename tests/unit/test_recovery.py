@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import local
-from megatron.core.dist_checkpointing.local import LocalCheckpoint
 from megatron.core.dist_checkpointing.local_copies import Copies
+from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
 from megatron.core.mesh import Mesh
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse

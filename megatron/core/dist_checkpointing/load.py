@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from megatron.core import comm
 from megatron.core.dist_checkpointing.boxes import spans
 from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError
+from megatron.core.dist_checkpointing.interface import Reader, TensorFacts
 from megatron.core.dist_checkpointing.plan import Item, Piece, decoding
-from megatron.core.dist_checkpointing.reader import READERS, DamagedError, Reader, TensorFacts
+from megatron.core.dist_checkpointing.reader import READERS, DamagedError
 from megatron.core.dist_checkpointing.save import attempt
 from megatron.core.dist_checkpointing.strictness import (
     LENIENT_ABOUT_MISSING,

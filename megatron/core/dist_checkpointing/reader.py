@@ -1,22 +1,18 @@
-"""Reading a checkpoint of any format, box by box.
+"""Reading a checkpoint whose files hold boxes as raw bytes, box by box.
 
-`Reader` is what loading, resharding and tools ask of one: tensors by our keys, facts in our words,
-any box of any tensor in bounded memory. A format is a way to make one. `Checkpoint` is the reader
-of every format whose files hold boxes as raw bytes: ours, and those of Megatron-LM, whose index is
-worked out from theirs (`detect.open_index`).
-
-`Checkpoint` reads only the bytes that are needed, a chunk at a time, and straight into place where
-that is contiguous host memory of the same dtype.
+`Checkpoint` is the `interface.Reader` of our own format and of those of Megatron-LM, whose index is
+worked out from theirs (`detect.open_index`). It reads only the bytes that are needed, a chunk at a
+time, and straight into place where that is contiguous host memory of the same dtype.
 """
 
 import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -49,80 +45,6 @@ READERS = 4
 
 class DamagedError(CheckpointError):
     """Bytes of a checkpoint are not those that were written."""
-
-
-class TensorFacts(Protocol):
-    """What is known of a stored tensor before it is read."""
-
-    @property
-    def dtype(self) -> str:
-        """Return the name of the stored dtype, such as ``bfloat16``."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the logical shape."""
-        ...
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Return the stored dtype as torch's."""
-        ...
-
-    @property
-    def padded_to(self) -> int:
-        """Return the multiple to which the rows are padded; 1: no row is padding."""
-        ...
-
-
-class Reader(Protocol):
-    """An open checkpoint of any format."""
-
-    @property
-    def folder(self) -> Path:
-        """Return where it lies."""
-        ...
-
-    @property
-    def format(self) -> str:
-        """Return the name of its format."""
-        ...
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return what the run said about itself, in the words of our own checkpoints."""
-        ...
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        """Return size in bytes by name, of the files that hold tensors."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorFacts]:
-        """Return the stored tensors by our keys."""
-        ...
-
-    @property
-    def hash(self) -> str:
-        """Return what names the content."""
-        ...
-
-    def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or one box of it, in the stored dtype."""
-        ...
-
-    def fill(self, key: str, piece: Piece) -> None:
-        """Read one box of a tensor into a view, converting to its dtype; from any thread."""
-        ...
-
-    def damages(self, files: Iterable[str] | None = None) -> list[str]:
-        """Return what is known not to be as it was written (in ``files``, or in all)."""
-        ...
-
-    def close(self) -> None:
-        """Close the files."""
-        ...
 
 
 class Checkpoint:

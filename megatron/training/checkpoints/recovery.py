@@ -15,13 +15,13 @@ from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.load import source_of
 from megatron.core.dist_checkpointing.local import (
-    LocalCheckpoint,
     LocalFound,
     find_local,
     place,
     save_local,
 )
 from megatron.core.dist_checkpointing.local_copies import Copies
+from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import SaveError

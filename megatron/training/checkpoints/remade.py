@@ -15,8 +15,8 @@ from megatron.core.config import as_json, resolve, specs
 from megatron.core.context_parallel.config import ContextParallelConfig
 from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.format import StoredTensor
+from megatron.core.dist_checkpointing.interface import Reader, TensorFacts
 from megatron.core.dist_checkpointing.plan import Piece
-from megatron.core.dist_checkpointing.reader import Reader, TensorFacts
 from megatron.core.dist_checkpointing.stream import Shape
 from megatron.core.grid import ParallelConfig
 from megatron.core.pipeline_parallel.config import PipelineConfig

@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.core.dist_checkpointing.boxes import spans, whole_box
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.interface import Reader
 from megatron.core.dist_checkpointing.megatron_formats import names, state
 from megatron.core.dist_checkpointing.megatron_formats.dcp import METADATA
 from megatron.core.dist_checkpointing.megatron_formats.torch_dist import COMMON, MASTER
 from megatron.core.dist_checkpointing.publishing import building, put_in_place
-from megatron.core.dist_checkpointing.reader import Reader
 from megatron.core.dist_checkpointing.save import check_space
 from megatron.core.sharding import Box
 
