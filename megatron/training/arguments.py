@@ -31,7 +31,6 @@ from megatron.training.flags.command_line import (
 from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
 from megatron.training.processes.startup_error import print_once
-from megatron.training.recovery_config import own_folder
 
 C = TypeVar("C", bound=Config)
 StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
@@ -152,7 +151,7 @@ def parse(
     if world_size is not None and (is_launched or not plans):
         values["world_size"] = world_size
         origins["world_size"] = "derived"
-    reports = _take_stored(values, origins, stored_config or _read_stored)
+    reports = _take_stored(values, origins, stored_config or _reader(values))
     no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
     for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
         if values.get(name) is None:
@@ -199,7 +198,7 @@ def read_settings(argv: Sequence[str], tool: str) -> Settings:
     """
     table = {**flag_status.load(), **_no_dry_run(tool)}
     parsed, values, origins = _read(argv, RunConfig, tool, ("config",), table, plans=True)
-    lines = _take_stored(values, origins, _read_stored)
+    lines = _take_stored(values, origins, _reader(values))
     lines += [f"not built yet, left out: {text}" for text in parsed.applied.left_out]
     lines += [f"without effect: {text}" for text in _idle_groups(values, origins)]
     return Settings(values, origins, lines)
@@ -463,18 +462,22 @@ def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any
         raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
     step = values.get("ckpt_step")
     stored = reader(load, step) if load else None
-    apart = values.get("non_persistent_global_ckpt_dir")
-    if stored is None and load and apart:
-        stored = reader(str(own_folder(apart, load)), step)
     if stored is None and pretrained:
         return reader(pretrained, None if load else step)
     return stored
 
 
-def _read_stored(folder: str, step: int | None) -> Mapping[str, Any] | None:
-    from megatron.training.checkpoints.source import stored_config  # torch, only where it is needed
+def _reader(values: Mapping[str, Any]) -> StoredConfig:
+    """Return what reads the config of the run that wrote a checkpoint, wherever this one saves."""
+    apart = values.get("non_persistent_global_ckpt_dir")
 
-    return stored_config(folder, step)
+    def read(folder: str, step: int | None) -> Mapping[str, Any] | None:
+        # torch, only where it is needed
+        from megatron.training.checkpoints.source import stored_config
+
+        return stored_config(folder, step, apart=apart if folder == values.get("load") else None)
+
+    return read
 
 
 def _write(path: str, program: str, flat: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:

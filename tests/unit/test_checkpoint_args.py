@@ -6,6 +6,7 @@ import pytest
 
 from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
+from megatron.training.checkpoints import source
 from megatron.training.config import RunConfig
 
 RUN = "--seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
@@ -147,10 +148,10 @@ def test_the_weight_of_further_tokens_follows_the_flag_and_is_said() -> None:
     assert kept.config.model.mtp.mtp_loss_scaling_factor == 0.7
 
 
-def test_a_recovery_checkpoint_in_a_folder_apart_will_do() -> None:
+def test_a_recovery_checkpoint_in_a_folder_apart_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(folder: str, step: int | None, *, apart: str | None) -> dict[str, object] | None:
+        return stored() if (folder, apart) == ("here", "apart") else None
+
+    monkeypatch.setattr(source, "stored_config", of)
     words = f"{RUN} --load here --non-persistent-global-ckpt-dir apart --use-checkpoint-args"
-    run = parse(
-        words.split(),
-        stored_config=lambda folder, step: stored() if folder.startswith("apart/here-") else None,
-    )
-    assert run.config.model.num_layers == 3
+    assert parse(words.split()).config.model.num_layers == 3

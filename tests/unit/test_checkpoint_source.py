@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.core.dist_checkpointing.reader import DamagedError
 from megatron.core.utils import UserError
 from megatron.training.checkpoints import source as checkpoint_source
+from megatron.training.recovery_config import own_folder
 from megatron.training.state import TrainState
 from tests.unit.checkpoint_runs import Run, equal
 
@@ -45,6 +46,8 @@ def test_a_first_save_that_never_finished_is_named_and_no_obstacle(tmp_path: Pat
         lambda root: (root / catalog.TRACKER).write_text("release"),
         lambda root: (root / "iter_0000010").mkdir(),
         lambda root: os.truncate(root / "iter_0000002" / "rank00000.bin", 10),
+        lambda root: (root / "non_persistent" / "iter_0000050").mkdir(parents=True),
+        lambda root: (root / "iter_50").mkdir(),
     ],
 )
 def test_something_like_a_checkpoint_but_not_whole_is_an_error(tmp_path: Path, make) -> None:
@@ -132,6 +135,15 @@ def test_stored_config_is_what_use_checkpoint_args_reads(tmp_path: Path) -> None
     Run(tmp_path).train(2).save()
     assert checkpoint_source.stored_config(str(tmp_path), None) == {"lr": 0.1, "split": [9, 1]}
     assert checkpoint_source.stored_config(str(tmp_path / "absent"), None) is None
+
+
+def test_stored_config_is_found_among_recovery_checkpoints_in_a_folder_apart(
+    tmp_path: Path,
+) -> None:
+    load, apart = tmp_path / "here", tmp_path / "apart"
+    Run(own_folder(str(apart), str(load))).train(2).save()
+    stored = checkpoint_source.stored_config(str(load), None, apart=str(apart))
+    assert stored == {"lr": 0.1, "split": [9, 1]}
 
 
 @pytest.mark.parametrize("folder", ["", "non_persistent"])

@@ -285,6 +285,38 @@ def test_objects_of_classes_that_are_not_here_do_nothing() -> None:
             unpickling.unpickle(name + b"(tR.", "here")
 
 
+@pytest.mark.parametrize("name", sorted(unpickling._ALLOWED))
+def test_a_pickle_changes_nothing_of_what_it_names(name: str) -> None:
+    """The opcode BUILD, with a state for slots, sets attributes of whatever stands before it."""
+    module, _, attribute = name.rpartition(".")
+    text = f"c{module}\n{attribute}\n(N(dVmark\nI1\nstb.".encode()
+    with pytest.raises(CheckpointError, match="cannot be unpickled"):
+        unpickling.unpickle(text, "here")
+    assert not hasattr(unpickling._ALLOWED[name], "mark")
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_whatever_bits_are_flipped_it_is_said_as_damage(tmp_path: Path, kind: str) -> None:
+    if kind == "torch_dist":
+        save_dcp(tmp_path, dict(model()))
+        path = tmp_path / ".metadata"
+    else:
+        save_legacy(tmp_path, model(), 1, 1)
+        path = next(tmp_path.glob("mp_rank_*/*.pt"))
+    whole, draw, refused = path.read_bytes(), random.Random(7), 0
+    # The pickle, not the tensors behind it.
+    end = len(whole) if kind == "torch_dist" else whole.index(b"PK\x03\x04", 4)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(end)] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            open_index(tmp_path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 10
+
+
 def test_arguments_become_settings() -> None:
     args = argparse.Namespace(
         num_layers=2,

@@ -49,8 +49,15 @@ def folder_name(name: Name) -> str:
 def _parse(folder: str) -> Name | None:
     if folder == RELEASE:
         return RELEASE
+    iteration = _numbered(folder)
+    return iteration if iteration is not None and folder == folder_name(iteration) else None
+
+
+def _numbered(folder: str) -> int | None:
     digits = folder.removeprefix("iter_")
-    return int(digits) if folder.startswith("iter_") and digits.isdigit() else None
+    if not folder.startswith("iter_") or not (digits.isascii() and digits.isdigit()):
+        return None
+    return int(digits)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,8 @@ def scan(root: Path) -> Catalog:
             catalog.unfinished.append(folder)
         elif parsed is not None:
             _examine(catalog, parsed, folder)
+        elif (iteration := _numbered(name)) is not None:
+            catalog.ignored[folder] = f"its name should be {folder_name(iteration)}"
     named = {_parse(path.name.removesuffix(REPLACED)) for path in folders}
     if catalog.tracker is not None and catalog.tracker not in named:
         path = root / folder_name(catalog.tracker)

@@ -55,8 +55,15 @@ def open_index(folder: Path) -> Index:
         return open_ours(folder)
     try:
         return read(folder)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    except Exception as error:
+        # Pickles and archives have too many ways to be wrong to test for each of them.
+        raise CheckpointError(
+            f"{folder} is damaged, or unlike what {kind} is: {error!r}"
+        ) from error
 
 
 def _refuse_others(folder: Path) -> None:

@@ -45,7 +45,10 @@ from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
 from megatron.core.utils import make_folder
 
-_NAME = re.compile(r"iter_(\d+)-([0-9a-f]{12})")
+UNFINISHED = "no rank finished its part"
+"""Why a save that was given up, or killed, is none."""
+_NAME = re.compile(r"iter_([0-9]+)-([0-9a-f]{12})")
+_PART = re.compile(r"rank[0-9]+\.json")
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ def find_local(
         world: all ranks, which need not be those that saved.
         step: take the save of this iteration.
     """
-    here = {folder.name: _parts(folder) for folder in _saves(root)} if root is not None else {}
+    saves = _saves(root) if root is not None else []
+    here = {folder.name: _parts(folder) for folder in saves}
     seen = comm.gather_objects(
         {
             name: {rank: part.facts["ranks"] for rank, part in parts.items()}
@@ -150,6 +154,7 @@ def find_local(
         },
         world,
     )
+    claimed = comm.gather_objects({folder.name for folder in saves if _texts(folder)}, world)
     places = comm.gather_objects(place(root) if root is not None else None, world)
     beside = [rank for rank, where in enumerate(places) if where == places[world.coordinate]]
     complete, reasons = [], {}
@@ -157,7 +162,9 @@ def find_local(
         there = [one.get(name, {}) for one in seen]
         sizes = {ranks for one in there for ranks in one.values()}
         absent = sorted(set(range(max(sizes, default=1))) - {rank for one in there for rank in one})
-        if absent:
+        if not any(name in one for one in claimed):
+            reasons[name] = UNFINISHED
+        elif absent:
             reasons[name] = f"no machine of this run has the part of rank {absent[0]}"
             reasons[name] += f" ({len(absent)} parts are missing)" if len(absent) > 1 else ""
         elif step is None or _iteration(name) == step:
@@ -192,10 +199,15 @@ def _iteration(name: str) -> int:
     return int(found[1])
 
 
+def _texts(folder: Path) -> list[Path]:
+    """Return the parts' texts of a save's folder; with its first one it claims to be a save."""
+    return [path for path in folder.glob("rank*.json") if _PART.fullmatch(path.name)]
+
+
 def _parts(folder: Path) -> dict[int, Index]:
     """Return the parts in a save's folder whose files are here too, by rank."""
     found = {}
-    for path in folder.glob("rank*.json"):
+    for path in _texts(folder):
         try:
             part = parse_index(path.read_text(encoding="utf-8"), str(path))
             sizes = {name: os.stat(folder / name).st_size for name in part.files}

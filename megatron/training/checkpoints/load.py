@@ -66,8 +66,8 @@ def load_checkpoint(run: CheckpointedRun, schedule: ScheduleConfig) -> Loaded:
         UserError: there is something to load, but it cannot be, or does not fit; with a schedule
             other than the stored one and no flag to say which, too.
     """
-    local = newest_local(run.config, run.mesh, run.say)
-    source = _sound(run, local)
+    local, incomplete = newest_local(run.config, run.mesh, run.say)
+    source = _sound(run, local, incomplete)
     if source is None:
         return Loaded(TrainState(), run.facts.schedule)
     return _Loading(run, schedule, source, local).loaded()
@@ -179,7 +179,9 @@ class _Loading:
             )
 
 
-def _sound(run: CheckpointedRun, local: Local | None) -> Source | None:
+def _sound(
+    run: CheckpointedRun, local: Local | None, incomplete: Mapping[Path, str]
+) -> Source | None:
     """Return what to load, its checksums compared; None to start from scratch. A collective.
 
     One that is damaged is passed over with a warning, as one that is not whole is.
@@ -192,7 +194,7 @@ def _sound(run: CheckpointedRun, local: Local | None) -> Source | None:
     on_disks = local.source if local is not None else None
     while True:
         # One rank chooses, so that all take the same checkpoint.
-        source = from_first(world, lambda: choose(config, run.say, on_disks, damaged))
+        source = from_first(world, lambda: choose(config, run.say, on_disks, damaged, incomplete))
         if source is None or not config.verify_integrity:
             return source
         folder = source.found.folder

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.boxes import whole_box
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.load import source_of
 from megatron.core.dist_checkpointing.local import (
+    UNFINISHED,
     LocalFound,
     find_local,
     place,
@@ -126,18 +127,24 @@ class Local:
         return Found(self.found.iteration, folder, self.found.index, local=True)
 
 
-def newest_local(config: CheckpointConfig, mesh: Mesh, say: Say) -> Local | None:
-    """Return the newest complete one of --load (or that of --ckpt-step); a collective of the world.
+def newest_local(
+    config: CheckpointConfig, mesh: Mesh, say: Say
+) -> tuple[Local | None, dict[Path, str]]:
+    """Return the newest complete one of --load (or that of --ckpt-step), and what others lack.
 
-    None when no folder was given, or none holds any.
+    A collective of the world. None when no folder was given, or none holds any.
     """
     if config.load is None or config.recovery.non_persistent_local_ckpt_dir is None:
-        return None
+        return None, {}
     root = local_root(config, comm.broadcast_object(config.load, mesh.world))
     found, ignored = find_local(root, mesh.world, config.ckpt_step)
+    incomplete = {}
     for name, reason in ignored.items():
-        say(f"ignored local checkpoint {root / name}: {reason}")
-    return Local(root, found) if found is not None else None
+        if reason == UNFINISHED:
+            say(f"{root / name} is a local save that never finished; it is ignored")
+        else:
+            incomplete[root / name] = reason
+    return (Local(root, found) if found is not None else None), incomplete
 
 
 def open_source(

@@ -25,6 +25,8 @@ from megatron.core.utils import Say, UserError
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.recovery_config import SUBFOLDER, own_folder
 
+NOTHING: Mapping[Path, str] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class Source:
@@ -41,7 +43,8 @@ def choose(
     config: CheckpointConfig,
     say: Say,
     local: Found | None = None,
-    damaged: Mapping[Path, str] = MappingProxyType({}),
+    damaged: Mapping[Path, str] = NOTHING,
+    incomplete: Mapping[Path, str] = NOTHING,
 ) -> Source | None:
     """Return what to load; None to start from scratch.
 
@@ -50,6 +53,7 @@ def choose(
         say: prints a line.
         local: the newest complete one on the machines' own disks.
         damaged: folders to pass over, with the reason.
+        incomplete: what the machines' own disks hold besides, with what it lacks.
 
     Raises:
         UserError: --ckpt-step is not there, nothing complete is, or nothing at all is with
@@ -57,7 +61,15 @@ def choose(
     """
     if config.load is not None:
         apart = config.recovery.non_persistent_global_ckpt_dir
-        found = find(config.load, config.ckpt_step, say, apart=apart, local=local, damaged=damaged)
+        found = find(
+            config.load,
+            config.ckpt_step,
+            say,
+            apart=apart,
+            local=local,
+            damaged=damaged,
+            incomplete=incomplete,
+        )
         if found is not None:
             # A release is weights alone, as Megatron-LM's loading has it too.
             is_fresh = config.finetune or found.name == catalog.RELEASE
@@ -97,7 +109,8 @@ def find(
     *,
     apart: str | None = None,
     local: Found | None = None,
-    damaged: Mapping[Path, str] = MappingProxyType({}),
+    damaged: Mapping[Path, str] = NOTHING,
+    incomplete: Mapping[Path, str] = NOTHING,
     flag: str = "--load",
 ) -> Found | None:
     """Return the checkpoint of iteration ``step``, or the newest; None when there is nothing.
@@ -109,6 +122,7 @@ def find(
         apart: another folder of recovery checkpoints than the one inside of ``folder``.
         local: a recovery checkpoint on the machines' own disks.
         damaged: folders to pass over where ``step`` names none, with the reason.
+        incomplete: what the machines' own disks hold besides, with what it lacks.
         flag: what named ``folder``.
 
     Raises:
@@ -120,7 +134,8 @@ def find(
     if format_of(root) is not None:
         return _the_one(root, step)
     held = catalog.scan(root)
-    others = _recovery(root, apart, say) + ([local] if local is not None else [])
+    held.ignored.update(incomplete)
+    others = [*_recovery(held, apart), *([local] if local is not None else [])]
     if step is not None:
         return _of_step(held, others, step)
     for path in held.unfinished:
@@ -173,17 +188,15 @@ def _pass_over(held: Catalog, others: list[Found], damaged: Mapping[Path, str]) 
             held.ignored[found.folder] = damaged[found.folder]
 
 
-def _recovery(root: Path, apart: str | None, say: Say) -> list[Found]:
-    """Return the complete recovery checkpoints of a folder of checkpoints, and name the others."""
+def _recovery(held: Catalog, apart: str | None) -> list[Found]:
+    """Return the complete recovery checkpoints of a run; what else is there goes to ``held``."""
     found: list[Found] = []
-    own = [own_folder(apart, str(root))] if apart is not None else []
-    for place in (root / SUBFOLDER, *own):
-        held = catalog.scan(place)
-        for path in held.unfinished:
-            say(f"{path} is a save that never finished; it is ignored")
-        for path, reason in held.ignored.items():
-            say(f"WARNING: ignored {path}: {reason}")
-        found += held.complete
+    own = [own_folder(apart, str(held.root))] if apart is not None else []
+    for place in (held.root / SUBFOLDER, *own):
+        there = catalog.scan(place)
+        held.unfinished += there.unfinished
+        held.ignored.update(there.ignored)
+        found += there.complete
     return found
 
 
@@ -214,10 +227,15 @@ def _reasons(held: Catalog) -> str:
     return "\n  ".join(f"{path}: {reason}" for path, reason in held.ignored.items())
 
 
-def stored_config(folder: str, step: int | None) -> dict[str, Any] | None:
+def stored_config(
+    folder: str, step: int | None, *, apart: str | None = None
+) -> dict[str, Any] | None:
     """Return the flat config of the run that wrote a checkpoint, for --use-checkpoint-args.
 
-    None when the folder is absent or empty.
+    Args:
+        folder: of checkpoints, or one of them; None is returned when it is absent or empty.
+        step: an iteration; the newest when None.
+        apart: another folder of recovery checkpoints than the one inside of ``folder``.
     """
-    found = find(folder, step, lambda line: None)
+    found = find(folder, step, lambda line: None, apart=apart)
     return None if found is None else dict(found.index.facts.get("config", {}))

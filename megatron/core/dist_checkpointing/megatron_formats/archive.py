@@ -159,7 +159,7 @@ class OpenArchive:
         try:
             size = os.fstat(self._descriptor).st_size
             return Archive(self._descriptor, 0, size, str(self._path))
-        except CheckpointError:
+        except BaseException:
             os.close(self._descriptor)
             raise
 

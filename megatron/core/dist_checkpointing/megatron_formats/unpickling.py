@@ -3,7 +3,9 @@
 A pickle calls what it names. `unpickle` looks every name up in an allow-list: containers, numbers,
 torch's dtypes and sizes, and the plain records of ``torch.distributed.checkpoint``. A class of
 Megatron-LM's (an enum or a config among the arguments of a run) becomes an `Inert` object, which
-keeps what it was made of and does nothing. Everything else is refused by name.
+keeps what it was made of and does nothing. Everything else is refused by name. A pickle may also
+set attributes of what it names, so nothing of the process is handed out: classes are `_Sealed` ones
+of our own, functions `_Function` objects.
 
 A tensor becomes a `Lazy` one: dtype, shape, strides and where in which storage it starts. No
 bytes of it are read.
@@ -47,7 +49,35 @@ class Lazy:
         return True
 
 
-class Inert:
+class _Sealed(type):
+    """A class whose attributes nobody sets."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"sets {name} of {cls.__name__}")
+
+
+def _sealed(kind: type) -> type:
+    """Return a class that behaves as ``kind`` does."""
+    return _Sealed(kind.__name__, (kind,), {})
+
+
+class _Function:
+    """A function without attributes that could be set."""
+
+    __slots__ = ("_call",)
+    _call: Callable[..., Any]
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_call", call)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError(f"sets {name} of a function")
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+class Inert(metaclass=_Sealed):
     """Stands for an object of a class that is not known here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,6 +100,15 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+class _Properties(metaclass=_Sealed):
+    """Stands for ``TensorProperties``: the dtype is all that is read."""
+
+    dtype: torch.dtype
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -89,28 +128,29 @@ _RECORDS = (
     metadata.Metadata,
     metadata.MetadataIndex,
     metadata.StorageMeta,
-    metadata.TensorProperties,
     metadata.TensorStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
     planner.BytesIOWriteData,
     planner.SavePlan,
     planner.TensorWriteData,
     planner.WriteItem,
-    planner.WriteItemType,
 )
+_NAMESPACE = _sealed(argparse.Namespace)
 _ALLOWED: dict[str, Any] = {
-    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _RECORDS},
+    **{f"{kind.__module__}.{kind.__qualname__}": _sealed(kind) for kind in _RECORDS},
+    "torch.distributed.checkpoint.metadata.TensorProperties": _Properties,
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Inert,
+    "torch.distributed.checkpoint.planner.WriteItemType": Inert,
     **{f"torch.{name}": getattr(torch, name) for name in DTYPES},
     "torch.Size": torch.Size,
-    "torch.serialization._get_layout": torch.serialization._get_layout,
-    "torch._utils._rebuild_tensor_v2": _lazy,
-    "torch._utils._rebuild_tensor_v3": _lazy,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch.serialization._get_layout": Inert,
+    "torch._utils._rebuild_tensor_v2": _Function(_lazy),
+    "torch._utils._rebuild_tensor_v3": _Function(_lazy),
+    "torch._utils._rebuild_parameter": _Function(_parameter),
     "collections.OrderedDict": collections.OrderedDict,
     "collections.defaultdict": collections.defaultdict,
-    "argparse.Namespace": argparse.Namespace,
-    "types.SimpleNamespace": argparse.Namespace,
+    "argparse.Namespace": _NAMESPACE,
+    "types.SimpleNamespace": _NAMESPACE,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
@@ -167,16 +207,7 @@ def unpickle(data: bytes, origin: str) -> Any:
         return loader()
     except CheckpointError as error:
         raise CheckpointError(f"{origin} {error}") from None
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        TypeError,
-        ValueError,
-        UnicodeDecodeError,
-    ) as error:
+    except Exception as error:  # whatever bytes make of it, a pickle is wrong and not this code
         raise CheckpointError(f"{origin} cannot be unpickled: {error!r}") from None
 
 
