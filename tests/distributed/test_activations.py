@@ -41,6 +41,7 @@ TP2, CP2, PP2 = (
 WHOLE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 PARTS = "--recompute-granularity selective --recompute-modules"
 MOVED = "--min-offloaded-tensor-size 0 --fine-grained-activation-offloading --offload-modules"
+EXPERTS = "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 48"
 FLAT = {
     "tp2": TP2,
     "tp2 sp": f"{TP2} --sequence-parallel --bf16",
@@ -48,6 +49,9 @@ FLAT = {
     "tp2 sp, pieces": f"{TP2} --sequence-parallel --logits-at-once 1000",
     "tp2, ahead": f"{TP2} {ROPE} --mtp-num-layers 2",
     "tp2 sp, ahead": f"{TP2} --sequence-parallel --bf16 {LATENT} --mtp-num-layers 1",
+    "tp2, experts": f"{TP2} --num-experts 4",
+    "tp2 sp, experts": f"{TP2} --sequence-parallel --num-experts 4 --bf16 --swiglu "
+    "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 48",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
     "ring": f"{CP2} {ROPE}",
     "ring in bf16": f"{CP2} --bf16 --qk-layernorm",
@@ -83,6 +87,12 @@ SCHEDULES = {
     "zb-v, parts": f"--pipeline-schedule zb-v {PARTS} mlp layernorm core_attn",
     "1f1b, inputs moved": f"{WHOLE} block {MOVED} layer_input",
     "gpipe, moved": f"--pipeline-schedule gpipe {MOVED} attn_norm core_attn attn_proj",
+    "1f1b, experts": f"{EXPERTS} --swiglu",
+    "zb-h1, experts": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-shared-expert-gate",
+    "1f1b, experts made again": f"{EXPERTS} {PARTS} moe layernorm",
+    "zb-h1, experts made again": f"--pipeline-schedule zb-h1 {EXPERTS} {PARTS} moe",
+    "1f1b, activations of experts": f"{EXPERTS} --swiglu {PARTS} moe_act shared_experts",
+    "gpipe, experts moved": f"--pipeline-schedule gpipe {EXPERTS} {MOVED} expert_fc1 moe_act",
     "ahead": f"{NONE} --mtp-num-layers 2 --pipeline-schedule zb-h1",
     "ahead, laid out": f"{NONE} --mtp-num-layers 1 --pipeline-model-parallel-layout Ettt||t|mL",
 }

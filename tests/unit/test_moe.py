@@ -118,7 +118,7 @@ def test_losses_join_the_backward_once_with_their_weights() -> None:
     (found,) = torch.autograd.grad((0.0 * y_SBH).sum(), layer.router.weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     assert {name: float(x) for name, x in balance.sums().items()} == pytest.approx(
-        {name: float(x) for name, x in losses.items()}
+        {name: x.item() for name, x in losses.items()}
     )
 
 
@@ -193,5 +193,7 @@ def test_settings_of_experts_without_experts_are_named() -> None:
     run = plan("--moe-grouped-gemm --moe-ffn-hidden-size 8")
     named = [line for line in run.lines() if "no --num-experts" in line]
     assert any("--moe-grouped-gemm" in line for line in named)
+    alone = plan("--num-experts 4 --moe-token-dispatcher-type alltoall")
+    assert any("every rank holds all experts" in line for line in alone.lines())
     with pytest.raises(UserError):
         TransformerConfig.resolve(num_layers=1, hidden_size=4, num_attention_heads=1, num_experts=0)

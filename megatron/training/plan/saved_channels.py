@@ -6,6 +6,8 @@ even share of all choices. How many a rank gets in a run depends on its tokens.
 Shapes in comments: N tokens of a rank, f inner width of a rank.
 """
 
+from dataclasses import replace
+
 from megatron.training.plan.attention_bytes import Piece
 from megatron.training.plan.share import Region, Share
 
@@ -77,13 +79,25 @@ def experts(share: Share, layer: int) -> list[Region]:
             gates = share.outer * share.size
             kept = (Piece("shared output", share.stream, share.size), Piece("gates", gates, 1))
             shared.append(Region("gate", (share.normed, *kept), share.stream + gates))
+    # Of all that put off their gradients the router is last to let go of the block's input.
+    shared = [
+        replace(region, late=region.late - share.stream) if share.normed in region.saved else region
+        for region in shared
+    ]
     routed = _routed(share)
-    if "moe" not in modules:
-        return [*routed, *shared]
     whole = [*routed, *shared]
-    saved = tuple(dict.fromkeys(piece for region in whole for piece in region.saved))
-    late = sum(region.late for region in whole)
-    return [Region("moe", saved, late, inputs=(share.normed,), recomputed="moe")]
+    if "moe" not in modules:
+        return whole
+    # One run makes all of it again; what router and sorting have saved is there until the router's
+    # backward, which is the last.
+    router, dispatch, *rest = whole
+    numbers = tuple(dict.fromkeys((*router.saved[1:], *dispatch.saved)))
+    saved = tuple(dict.fromkeys(piece for region in rest for piece in (*region.saved, *numbers)))
+    given, late = (share.normed,), sum(region.late for region in rest)
+    return [
+        Region("router", (*given, *numbers), router.late, given, numbers, recomputed="moe"),
+        Region("moe", saved, late, given, recomputed="moe"),
+    ]
 
 
 def _routed(share: Share) -> list[Region]:
