@@ -17,8 +17,9 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError, human_bytes
 from megatron.training.checkpoints import remade
 from megatron.training.checkpoints.contents import WEIGHTS
+from tools.checkpoint_flags import ConvertConfig
 from tools.checkpoint_reading import Bar, open_checkpoint, say
-from tools.checkpoint_writing import ConvertConfig, write_ours
+from tools.checkpoint_writing import write_ours
 
 TOKENIZER_FILES = (
     "tokenizer.json",

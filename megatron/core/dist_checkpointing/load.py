@@ -73,16 +73,37 @@ def load(
     items = list(items)
     if verify:
         check_bytes(checkpoint, world)
-    stored = checkpoint.tensors
+    chosen = [(item, source_of(item, checkpoint.tensors)) for item in items]
     report = LoadReport(checkpoint.hash)
-    chosen = {item.key: source_of(item, stored) for item in items}
-    misfits = [_misfit(item, chosen[item.key], stored) for item in items]
-    wanted = {key for item in items for key in (item.key, *item.sources)}
-    report.missing = _all([key for key, source in chosen.items() if source is None], world)
+    _compare(chosen, checkpoint, world, strictness, tuple(set_aside), report)
+    fits()
+    there = [(item, source) for item, source in chosen if source is not None]
+    _fill_items(checkpoint, there)
+    for item, source in there:
+        _note(item, source, checkpoint.tensors[source], report)
+    return report
+
+
+def _compare(
+    chosen: Sequence[tuple[Item, str | None]],
+    checkpoint: Reader,
+    world: Axis,
+    strictness: Strictness,
+    set_aside: tuple[str, ...],
+    report: LoadReport,
+) -> None:
+    """Note what has no partner, and refuse what may not be; a collective of ``world``.
+
+    Raises:
+        CheckpointError: something does not fit; every rank raises.
+    """
+    stored = checkpoint.tensors
+    misfits = [_misfit(item, source, stored) for item, source in chosen]
+    wanted = {key for item, _ in chosen for key in (item.key, *item.sources)}
+    report.missing = _all([item.key for item, source in chosen if source is None], world)
     asked = set(_all(wanted, world))
-    report.unexpected = [
-        key for key in stored if key not in asked and not key.startswith(tuple(set_aside))
-    ]
+    left = [key for key in stored if key not in asked]
+    report.unexpected = [key for key in left if not key.startswith(set_aside)]
     _refuse(
         checkpoint,
         [
@@ -91,19 +112,6 @@ def load(
             ("of another shape or type", _all([text for text in misfits if text], world)),
         ],
     )
-    fits()
-    there = [(item, source) for item in items if (source := chosen[item.key]) is not None]
-    plain = [(item, source) for item, source in there if item.coded is None]
-    _fill(checkpoint, [(source, piece) for item, source in plain for piece in item.pieces])
-    for item, source in there:
-        if item.coded is not None:
-            for pieces in decoding(item, item.coded, DECODED):
-                _fill(checkpoint, [(source, piece) for piece in pieces])
-    for item, source in there:
-        report.bytes += sum(piece.tensor.nbytes for piece in item.pieces)
-        report.tensors += 1
-        _note(item, source, stored[source], report)
-    return report
 
 
 def check_bytes(checkpoint: Reader, world: Axis) -> None:
@@ -121,6 +129,16 @@ def check_bytes(checkpoint: Reader, world: Axis) -> None:
             f"{checkpoint.folder} is damaged: the bytes are not those that were written:\n  "
             + "\n  ".join(damages)
         )
+
+
+def _fill_items(checkpoint: Reader, there: Sequence[tuple[Item, str]]) -> None:
+    """Fill items, each from a stored key; those in a form of their own after all others."""
+    plain = [(item, source) for item, source in there if item.coded is None]
+    _fill(checkpoint, [(source, piece) for item, source in plain for piece in item.pieces])
+    for item, source in there:
+        if item.coded is not None:
+            for pieces in decoding(item, item.coded, DECODED):
+                _fill(checkpoint, [(source, piece) for piece in pieces])
 
 
 def _fill(checkpoint: Reader, wanted: Sequence[tuple[str, Piece]]) -> None:
@@ -168,6 +186,9 @@ def _is_padded(stored: TensorFacts, shape: tuple[int, ...]) -> bool:
 
 
 def _note(item: Item, source: str, stored: TensorFacts, report: LoadReport) -> None:
+    """Count an item that was filled, and say what stood in for it or was converted."""
+    report.bytes += sum(piece.tensor.nbytes for piece in item.pieces)
+    report.tensors += 1
     if source != item.key:
         report.substituted[item.key] = source
     here = str(item.dtype).removeprefix("torch.")
