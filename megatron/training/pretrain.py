@@ -217,7 +217,10 @@ class Job:
     def _take_lease(self) -> None:
         save = self.config.checkpoint.save
         if save is not None:
-            self.lease = Lease(Path(save), say=self.say)
+            try:
+                self.lease = Lease(Path(save), say=self.say)
+            except OSError as error:
+                raise UserError(f"--save ({save}) cannot be saved to: {error}") from None
 
     def _build_model(self, vocabulary: Vocabulary) -> Sequence[nn.Module]:
         chunks = build_chunks(self.config, self.mesh, vocabulary, self.program.build_model)

@@ -159,6 +159,26 @@ def test_what_differs_from_the_checkpoint_is_said(tmp_path: Path) -> None:
     assert "settings that differ from the checkpoint's: lr 0.1 -> 0.2" in run.lines
 
 
+def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    saved = Run(tmp_path)
+    saved.extra = {"num_attention_heads": 4, "moe_grouped_gemm": False, "hidden_dropout": 0.1}
+    saved.train(2).save()
+    other = {"num_attention_heads": 2, "moe_grouped_gemm": True, "hidden_dropout": 0.0}
+    refused = Run(tmp_path, seed=9)
+    refused.extra, before = other, refused.weights()
+    with pytest.raises(UserError, match=r"--num-attention-heads was 4 and is 2 here\. Give"):
+        refused.load()
+    assert equal(before, refused.weights())
+    for flags in ({"finetune": True}, {"dist_ckpt_strictness": "log_all"}):
+        run = Run(tmp_path, seed=9, **flags)
+        run.extra = other
+        assert equal(run.load().weights(), saved.weights())
+    assert "WARNING: " in run.text and "of another model: --num-attention-heads was 4" in run.text
+    run = Run(tmp_path, seed=9)
+    run.extra = {**other, "num_attention_heads": 4}
+    assert equal(run.load().weights(), saved.weights())
+
+
 def test_settings_that_change_the_order_of_sums_are_warned_of(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.extra = {"ddp_bucket_size": 1000}

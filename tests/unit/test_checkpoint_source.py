@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,27 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken(
         with pytest.raises(DamagedError, match=f"{path.parent} is damaged"):
             named.load()
     assert Run(tmp_path, verify_integrity=False).load().state.iteration == 3
+
+
+@pytest.mark.parametrize("newest", ["damaged", "gone", "set back"])
+def test_a_recovery_checkpoint_takes_the_place_of_a_later_one_that_is_no_more(
+    tmp_path: Path, newest: str
+) -> None:
+    """The tracker moved after it, to the one that cannot be taken."""
+    run = Run(tmp_path).train(2)
+    run.save()
+    Run(tmp_path / "non_persistent").train(3).save()
+    run.train(4).save()
+    last = tmp_path / "iter_0000004"
+    if newest == "damaged":
+        os.truncate(last / "rank00000.bin", 10)
+    elif newest == "gone":
+        shutil.rmtree(last)
+    else:
+        catalog.write_tracker(tmp_path, 2)
+    resumed = Run(tmp_path).load()
+    assert resumed.state.iteration == (2 if newest == "set back" else 3)
+    assert "iter_0000004" in resumed.text
 
 
 def test_a_folder_with_another_iterations_name_is_not_taken_for_it(tmp_path: Path) -> None:

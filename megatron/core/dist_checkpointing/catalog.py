@@ -123,7 +123,7 @@ def read_tracker(root: Path) -> Name | None:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if text == RELEASE:
         return RELEASE
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration or 'release'")
     return int(text)
 
@@ -214,9 +214,14 @@ def newest(catalog: Catalog) -> Found | None:
 
 
 def is_later(catalog: Catalog, chosen: Found, other: Found) -> bool:
-    """Return whether ``other`` was published after ``chosen``, and after the tracker moved."""
-    tracker = catalog.root / TRACKER
-    moved = os.stat(tracker).st_mtime if catalog.tracker is not None else 0.0
+    """Return whether ``other`` was published after ``chosen``.
+
+    Where the tracker names ``chosen``, it may have been set back by hand, which is obeyed: ``other``
+    must then be later than that, too.
+    """
+    moved = 0.0
+    if catalog.tracker == chosen.name:
+        moved = os.stat(catalog.root / TRACKER).st_mtime
     return other.published > chosen.published and other.written > moved
 
 

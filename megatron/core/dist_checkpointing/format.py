@@ -189,7 +189,7 @@ def parse_index(text: str, origin: str) -> Index:
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{origin} is not valid JSON: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise CheckpointError(f"{origin} is not the index of a checkpoint of format {FORMAT}")
@@ -209,7 +209,7 @@ def parse_index(text: str, origin: str) -> Index:
         tensors = {str(key): _unpack(item) for key, item in value["tensors"].items()}
         files = {str(name): int(size) for name, size in value["files"].items()}
         facts = dict(value["facts"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{origin} is malformed: {error!r}") from None
     index = Index(facts, files, tensors)
     _check_places(index, origin)
@@ -218,7 +218,7 @@ def parse_index(text: str, origin: str) -> Index:
 
 def _check_places(index: Index, origin: str) -> None:
     """Refuse an index that leads outside of the files of its folder."""
-    strange = [name for name in index.files if Path(name).name != name]
+    strange = [name for name in index.files if not _is_plain(name)]
     if strange:
         raise CheckpointError(f"{origin} names files outside of its folder: {strange}")
     for key, tensor in index.tensors.items():
@@ -231,6 +231,12 @@ def _check_places(index: Index, origin: str) -> None:
                 )
 
 
+def _is_plain(name: str) -> bool:
+    """Return whether a name can be that of a file in a folder."""
+    is_text = name.isprintable() and not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return is_text and name not in ("", ".", "..") and Path(name).name == name
+
+
 def read_index(folder: Path) -> Index:
     """Return the index of a checkpoint folder.
 
@@ -238,6 +244,8 @@ def read_index(folder: Path) -> Index:
         CheckpointError: it is absent, not whole, or of another version.
     """
     path = folder / INDEX
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is no file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -14,8 +14,10 @@ Nothing here rests on locks of the file system, which shared ones often lack: th
 exclusively, and whoever finds before a save that it is no longer its own does not save any more.
 """
 
+import errno
 import os
 import secrets
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -104,7 +106,8 @@ class Lease:
         if other is not None and other.is_of_this_job:
             # Restarted, as a rule; a process that is just being ended may give one more sign.
             patience, signs = 2 * BEAT, 2
-        return self._watch(seen, min(patience, STALE - self._age()), patience, signs)
+        # A time of change in the future says nothing of how long it has been quiet.
+        return self._watch(seen, min(patience, STALE - max(self._age(), 0)), patience, signs)
 
     def _watch(self, seen: "_Seen", first: float, patience: float, signs: int) -> bool | None:
         """Return whether a record stays quiet: no sign in ``first`` seconds, nor after one.
@@ -231,6 +234,10 @@ def _read(path: Path) -> _Seen | None:
     Opened each time, since a shared file system answers from memory otherwise.
     """
     try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(
+                errno.EINVAL, "neither a link nor anything but a file can be a record", path
+            )
         with open(path, encoding="utf-8", errors="replace") as file:
             status = os.fstat(file.fileno())
             return _Seen(writer.parse(file.read()), status.st_mtime_ns)

@@ -211,7 +211,7 @@ def _parts(folder: Path) -> dict[int, Index]:
         try:
             part = parse_index(path.read_text(encoding="utf-8"), str(path))
             sizes = {name: os.stat(folder / name).st_size for name in part.files}
-        except (OSError, CheckpointError):
+        except (OSError, UnicodeDecodeError, CheckpointError):
             continue  # half removed, or damaged: as if it were not here
         if sizes == part.files:
             found[int(path.stem.removeprefix("rank"))] = part

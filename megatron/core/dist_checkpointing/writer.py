@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 RECORD = "writer.json"
@@ -63,7 +64,7 @@ class Writer:
         return self.job is not None and self.job == _job(os.environ)
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        since = datetime.fromtimestamp(self.since).strftime("%Y-%m-%d %H:%M:%S")
         job = f" ({self.job})" if self.job is not None else ""
         return f"process {self.pid} on {self.host}{job}, which began at {since}"
 
@@ -84,6 +85,7 @@ def parse(text: str) -> Writer | None:
     """Return who a record names; None if it is not whole, as after a stop while it was written."""
     try:
         value = json.loads(text)
+        datetime.fromtimestamp(value["since"])  # a time that there is
         return Writer(
             host=str(value["host"]),
             machine=str(value["machine"]),
@@ -92,7 +94,7 @@ def parse(text: str) -> Writer | None:
             job=None if value["job"] is None else str(value["job"]),
             since=float(value["since"]),
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 

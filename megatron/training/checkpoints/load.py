@@ -15,13 +15,14 @@ from megatron.core.dist_checkpointing.load import LoadReport, check_bytes, load
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
+from megatron.core.dist_checkpointing.strictness import LENIENT_ABOUT_MISSING
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.utils import Say, human_bytes
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import facts as checkpoint_facts
-from megatron.training.checkpoints import random_states
+from megatron.training.checkpoints import random_states, settings
 from megatron.training.checkpoints.contents import (
     MASTERS,
     OPTIMIZER,
@@ -172,8 +173,16 @@ class _Loading:
             raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
 
     def _follow(self) -> None:
-        """Choose the schedule, which is only worth a word where the weights fit."""
+        """Compare models and choose the schedule, worth a word only where the weights fit."""
         if not self._source.weights_only:
+            config = self._run.config
+            is_lenient = config.dist_ckpt_strictness in LENIENT_ABOUT_MISSING
+            settings.check_model(
+                self._facts.get("config", {}),
+                self._run.facts.config,
+                self._folder,
+                self._run.say if is_lenient else None,
+            )
             self._schedule = checkpoint_facts.follow(
                 self._facts, self._run.facts, self._schedule_config, self._run.say
             )

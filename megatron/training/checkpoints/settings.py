@@ -1,9 +1,9 @@
-"""--use-checkpoint-args: which settings a checkpoint decides, and what a flag may still change.
+"""Which settings a checkpoint decides, and what a flag may still change.
 
 Three kinds of settings. The *architecture* is the checkpoint's: the weights have its shapes, or
-mean something else under another choice, so a flag or file that contradicts it is an error. What
-is *adopted* comes from the checkpoint unless it was given; a difference is reported. All others
-(layout, schedule, data, logging) are the command line's alone.
+mean something else under another choice, so a run that goes on with another one is refused. With
+--use-checkpoint-args it comes from the checkpoint, and what is *adopted* too unless it was given;
+a difference is reported. All others (layout, schedule, data, logging) are the command line's alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from megatron.core.transformer.config import InitConfig, TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
-from megatron.core.utils import UserError
+from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
 
 # Of the transformer's settings, those that weights do not depend on.
@@ -30,12 +30,24 @@ CHANGEABLE = (
     "rope_scaling_factor",
     "fp32_residual_connection",
     "fp16_lm_cross_entropy",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
+    "moe_router_dtype",
+    "moe_router_force_load_balancing",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
 )
 # Backends and memory are this machine's business, initial values are never used after a load.
 IGNORED = (
     "attention_backend",
     "transformer_impl",
     "logits_at_once",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
     *specs(RecomputeConfig),
     *specs(OffloadConfig),
     *specs(FusionConfig),
@@ -71,6 +83,36 @@ def adopted() -> dict[str, Spec]:
     tokenizer = [name for name in specs(TokenizerConfig) if name not in TOKENIZER_IGNORED]
     names = (*CHANGEABLE, "max_position_embeddings", *OBJECTIVE, *tokenizer)
     return {name: run[name] for name in names}
+
+
+def check_model(
+    stored: Mapping[str, Any], config: Mapping[str, Any], folder: Path, warn: Say | None = None
+) -> None:
+    """Refuse to go on with a model whose weights fit, but which computes something else.
+
+    Args:
+        stored: flat config of the run that wrote the checkpoint, as JSON has it.
+        config: that of this run, resolved.
+        folder: of the checkpoint.
+        warn: told what differs, instead of an error.
+
+    Raises:
+        UserError: the architecture differs.
+    """
+    changed = [
+        f"{spec.flag} was {as_words(stored[name])} and is {as_words(config[name])} here"
+        for name, spec in architecture().items()
+        if name in stored and name in config and not _same(config[name], stored[name])
+    ]
+    if not changed:
+        return
+    message = f"{folder} is of another model: {'; '.join(changed)}"
+    if warn is None:
+        raise UserError(
+            f"{message}. Give the checkpoint's settings (--use-checkpoint-args takes them from "
+            "it), or --finetune to start a run of its own from these weights"
+        )
+    warn(f"WARNING: {message}")
 
 
 def merge(
