@@ -11,7 +11,9 @@ def idle_experts(config: RunConfig) -> dict[str, str]:
         idle = dict.fromkeys((*moe.flatten(), *router.flatten()), "no --num-experts")
         del idle["num_experts"]
         return idle
-    idle = {}
+    idle, sizes = {}, config.parallel
+    if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:
+        idle["moe_token_dispatcher_type"] = "every rank holds all experts"
     if router.capacity_factor is None:
         idle["moe_token_drop_policy"] = "no --moe-expert-capacity-factor"
     if not router.moe_router_enable_expert_bias:

@@ -16,8 +16,6 @@ def _idle_axes(config: RunConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if config.model.moe.num_experts is None:
         idle["expert_tensor_parallel_size"] = "the model is dense"
-    if parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size == 1:
-        idle["moe_token_dispatcher_type"] = "every rank holds all experts"
     if tp == 1:
         why = f"{size_flag('tensor')} is 1"
         idle |= dict.fromkeys(("sequence_parallel", "tp_comm_overlap"), why)

@@ -10,6 +10,8 @@ the bytes of an activation's element and a those of a sum:
     cp, all_gather          c N K (e + a)
     cp, a2a                 0                          what is exchanged is saved
 
+    experts, allgather      R N H e / t                of R ranks along etp_ep, t along tp
+
 In each unit of the model the largest counts; with --distribute-saved-activations that is the input
 of layers that run again. Transfers between stages are activations.
 """
@@ -39,6 +41,13 @@ def gathered(config: RunConfig, stage: Stage, samples: int) -> dict[str, int]:
         found |= dict.fromkeys(layers, whole * share.wide)
     for depth in range(stage.num_mtp_layers):
         layers[f"mtp.layers.{depth}"] = (mtp_layer_plan(model, depth), kinds[depth])
+    ranks = sizes["etp_ep"]
+    if ranks > 1 and model.moe.moe_token_dispatcher_type == "allgather":
+        # What all ranks' tokens are, and then what came out of their experts.
+        own = -(-share.tokens // share.tp) * model.hidden_size * share.size
+        for name, (layer, _) in layers.items():
+            if any(sublayer.kind == "moe" for sublayer in layer.sublayers):
+                found[name] = max(found.get(name, 0), ranks * own)
     if sizes["cp"] > 1:
         for name, (layer, kind) in layers.items():
             found[name] = max(found.get(name, 0), _exchanged(share, layer, kind, sizes))

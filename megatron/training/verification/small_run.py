@@ -91,6 +91,10 @@ _COMPARABLE: Mapping[str, Mapping[Any, Any]] = {
 """What stands for choices of the user's that no two layouts can be compared with."""
 
 
+_WIDTHS = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+"""Inner widths, which shrink as the hidden size does."""
+
+
 class SmallRun:
     """Makes small runs of one user's settings, on any layout.
 
@@ -172,7 +176,7 @@ class SmallRun:
             "num_attention_heads",
             "num_query_groups",
             "kv_channels",
-            "ffn_hidden_size",
+            *_WIDTHS,
             "seq_length",
             "window_size",
             *_COMPARABLE,
@@ -190,7 +194,7 @@ class SmallRun:
             found["cpu_offloading_num_layers"] = min(
                 self._kept["cpu_offloading_num_layers"], layers - 1
             )
-        for name in ("no_rope_freq", "window_attn_skip_freq", "cp_comm_type"):
+        for name in ("no_rope_freq", "window_attn_skip_freq", "cp_comm_type", "moe_layer_freq"):
             pattern = self._kept.get(name)
             if isinstance(pattern, int):
                 found[name] = min(pattern, layers)
@@ -217,10 +221,11 @@ class SmallRun:
             for name, most in _LATENT.items():
                 if user[name] is not None:
                     self.values[name] = min(user[name], most)
-        if "ffn_hidden_size" in self.values:
-            width = model.mlp.ffn_hidden_size
-            unit = math.gcd(width, 48)
-            self.values["ffn_hidden_size"] = round_up(width * hidden // model.hidden_size, unit)
+        for name in _WIDTHS:
+            width = self.values.get(name)
+            if width is not None:
+                unit = math.gcd(width, 48)
+                self.values[name] = round_up(width * hidden // model.hidden_size, unit)
 
     def _rotates(self, head_size: int) -> bool:
         """Return whether pairs of a head's channels can rotate, if any do."""
