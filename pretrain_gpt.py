@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if run.invocation.local_rank is not None:
         place = launch.discover(os.environ, run.invocation.local_rank)
-    from megatron.training.pretrain import Program, pretrain
+    from megatron.training.pretrain import pretrain
+    from megatron.training.program import Program
 
     program = Program(
         build_model=build_model, build_datasets=build_datasets, forward_step=forward_step

@@ -52,11 +52,12 @@ LINES = (
     + "records",
     "batch_rules build device_choices evaluation generation idle memory_rules model_rules step "
     + "nearest_layout",
-    "planner rules",
+    "planner program rules",
     "arguments trainer",
     "explain plan",
     "memory_use",
     "loop_parts",
+    "job",
     "pretrain",
     "verification",
 )

@@ -47,7 +47,7 @@ from megatron.core.utils import UserError, human_bytes
 from megatron.training.arguments import Settings, read_settings, run_main
 from megatron.training.config import RunConfig
 from megatron.training.plan import traffic
-from megatron.training.pretrain import Program
+from megatron.training.program import Program
 from megatron.training.verification import equality, layout_words
 from megatron.training.verification.layout_words import Layout, all_layouts, parse_layouts
 from megatron.training.verification.outcomes import TOLERANCE, Outcome, Traffic, compare

@@ -17,8 +17,8 @@ from megatron.training.build import build_run_optimizer
 from megatron.training.config import RunConfig
 from megatron.training.plan import activations
 from megatron.training.plan.memory import MemoryPlan
-from megatron.training.pretrain import Program
 from megatron.training.processes import setup
+from megatron.training.program import Program
 from megatron.training.verification import equality
 from megatron.training.verification.equality import Case
 from tests.harness import Pool

@@ -4,7 +4,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.training.arguments import parse
-from megatron.training.pretrain import Program
+from megatron.training.program import Program
 from megatron.training.verification import equality, outcomes
 from megatron.training.verification.outcomes import Outcome
 from tests.harness import Pool

@@ -7,7 +7,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.training.arguments import parse
-from megatron.training.pretrain import Program
+from megatron.training.program import Program
 from megatron.training.verification import equality, outcomes
 from megatron.training.verification.outcomes import Outcome
 from megatron.training.verification.small_run import VOCABULARY

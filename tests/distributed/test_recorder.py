@@ -15,8 +15,9 @@ from megatron.core.comm import Call
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.utils import silent
 from megatron.training import arguments, startup
-from megatron.training.pretrain import Job, Program
+from megatron.training.job import Job
 from megatron.training.processes import setup
+from megatron.training.program import Program
 from tests.harness import Pool
 
 CPU = torch.device("cpu")

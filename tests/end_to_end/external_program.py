@@ -10,8 +10,9 @@ import torch
 import pretrain_gpt
 from megatron.training.arguments import parse
 from megatron.training.external import Loaders, Start
-from megatron.training.pretrain import Program, pretrain
+from megatron.training.pretrain import pretrain
 from megatron.training.processes.launch import discover
+from megatron.training.program import Program
 
 
 def loader(start: Start, offset: int) -> Iterator[dict[str, torch.Tensor]]:

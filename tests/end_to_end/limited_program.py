@@ -12,7 +12,8 @@ from typing import Any
 
 import pretrain_gpt
 from megatron.training import arguments
-from megatron.training.pretrain import Program, pretrain
+from megatron.training.pretrain import pretrain
+from megatron.training.program import Program
 
 LARGE = 1 << 17
 """Bytes from which malloc gives memory back to the system at once."""

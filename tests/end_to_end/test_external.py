@@ -13,8 +13,9 @@ import pretrain_gpt
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
 from megatron.training.external import Loaders, Start
-from megatron.training.pretrain import Program, pretrain
+from megatron.training.pretrain import pretrain
 from megatron.training.processes.launch import discover
+from megatron.training.program import Program
 
 SEQUENCE = 16
 

@@ -26,6 +26,7 @@ import pretrain_gpt
 from megatron.core import sharding
 from megatron.core.utils import UserError
 from megatron.training import arguments, pretrain
+from megatron.training.program import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (
@@ -131,7 +132,7 @@ def run_planted(words: list[str], rank: int | None, what: Callable[..., None], s
     def main() -> int:
         place = pretrain_gpt.launch.discover(os.environ)
         run = arguments.parse(words, "pretrain_gpt", world_size=place.world_size)
-        program = pretrain.Program(
+        program = Program(
             build_model=pretrain_gpt.build_model,
             build_datasets=read_slowly if slow else pretrain_gpt.build_datasets,
             forward_step=Planted(rank, what),

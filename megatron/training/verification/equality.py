@@ -32,8 +32,8 @@ from megatron.training.build import build_chunks, build_passes, build_run_optimi
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
 from megatron.training.planner import Planner
-from megatron.training.pretrain import Program
 from megatron.training.processes import setup
+from megatron.training.program import Program
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
 from megatron.training.timers import Timers
