@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.plan import layer_plan, mtp_layer_plan
 from megatron.core.transformer.saving import Saving
 from megatron.core.utils import UserError
+from megatron.training.plan import accounting
 from tests.unit.test_rules import plan, refused
 
 HIDDEN, SHAPE = 6, (5, 2)
@@ -197,3 +198,27 @@ def test_settings_of_experts_without_experts_are_named() -> None:
     assert any("every rank holds all experts" in line for line in alone.lines())
     with pytest.raises(UserError):
         TransformerConfig.resolve(num_layers=1, hidden_size=4, num_attention_heads=1, num_experts=0)
+
+
+def test_a_plan_of_mixtral_counts_its_parameters() -> None:
+    """Mixtral 8x7B has 46.7B parameters, of which 12.9B work on a token (2401.04088, table 1)."""
+    config = TransformerConfig.resolve(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        num_experts=8,
+    )
+    kinds = accounting.parameters_by_kind(config, 32000)
+    assert sum(kinds.values()) == 46_702_792_704
+    assert kinds["experts"] == 32 * 8 * 3 * 4096 * 14336
+    assert round(accounting.active_parameters(config, 32000) / 1e9, 1) == 12.9
+    adds = accounting.layer_multiply_adds(config, 4096, layer_plan(config)[0])
+    assert adds["moe"] == 4096 * 8 + 2 * 3 * 4096 * 14336
