@@ -106,7 +106,8 @@ def copies_have_partners(config: RunConfig, origins: Origins) -> None:
         raise UserError(
             f"--replication-jump ({jump}) x --replication-factor ({count}) ranks keep the data of "
             f"one another, but {world} processes are no multiple of {jump * count}; give the "
-            "number of ranks on each machine, and a factor that divides the machines"
+            "number of ranks on each machine, and a factor that divides the machines; on one "
+            "machine no copy would survive it: leave out --replication"
         )
 
 

@@ -116,6 +116,7 @@ def test_with_copies_one_machine_may_be_lost_and_the_layout_another(
 def test_copies_in_the_folder_of_the_original_are_refused(tmp_path: Path) -> None:
     printed = refused(tmp_path, "--replication --replication-jump 1")
     assert "--replication-jump (1): ranks 0 and 1 would keep copies of each" in printed
+    assert "on one machine no copy would survive it: leave out --replication" in printed
 
 
 def test_a_copy_is_compared_where_it_is_read_and_replaced_where_it_is_cut_off(

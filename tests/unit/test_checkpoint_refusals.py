@@ -34,7 +34,8 @@ def test_ckpt_12_a_missing_weight_stops_the_run(tmp_path: Path) -> None:
         run.load()
     assert equal(before, run.weights())
     run = Run(tmp_path, seed=9, dist_ckpt_strictness="log_all").load()
-    assert "WARNING: 1 missing tensors: model.matrix" in run.text
+    said = "WARNING: 1 missing tensors, they keep their initial values: model.matrix"
+    assert said in run.text
     assert torch.equal(run.weights()["matrix"], before["matrix"])
 
 
@@ -47,7 +48,7 @@ def test_ckpt_13_a_stray_tensor_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="1 tensor.s. unexpected:\n  model.stray"):
         Run(tmp_path).load()
     run = Run(tmp_path, dist_ckpt_strictness="log_unexpected").load()
-    assert "WARNING: 1 unexpected tensors: model.stray" in run.text
+    assert "WARNING: 1 unexpected tensors, they are left out: model.stray" in run.text
 
 
 def test_another_optimizer_is_refused_with_the_flag_that_helps(tmp_path: Path) -> None:
@@ -188,3 +189,50 @@ def test_settings_that_change_the_order_of_sums_are_warned_of(tmp_path: Path) ->
     other.load()
     assert "WARNING: ddp_bucket_size 1000 -> 2000: sums may be rounded in another" in other.text
     assert "settings that differ" not in other.text
+
+
+ALONE = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.0,
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+    "micro_batch_size": 2,
+}
+TP, SP = "tensor_model_parallel_size 1 -> 2", "sequence_parallel False -> True"
+
+
+@pytest.mark.parametrize(
+    ("changed", "causes"),
+    [
+        ({"tensor_model_parallel_size": 2}, []),
+        ({"sequence_parallel": True}, []),  # without effect on one rank
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, [TP, SP]),
+        ({"tensor_model_parallel_size": 2, "attention_dropout": 0.1}, [TP]),
+        ({"context_parallel_size": 2}, ["context_parallel_size 1 -> 2"]),
+        ({"context_parallel_size": 2, "hidden_dropout": 0.0}, []),
+        ({"micro_batch_size": 1}, ["micro_batch_size 2 -> 1"]),
+        ({"hidden_dropout": 0.2}, []),
+    ],
+)
+def test_what_changes_dropout_masks_is_warned_of(
+    tmp_path: Path, changed: dict[str, object], causes: list[str]
+) -> None:
+    run, other = Run(tmp_path), Run(tmp_path)
+    run.extra = ALONE
+    run.train(2).save()
+    other.extra = {**ALONE, **changed}
+    other.load()
+    said = [line for line in other.lines if "draw other masks" in line]
+    assert len(said) == bool(causes)
+    for line in said:
+        assert line.startswith(f"WARNING: {', '.join(causes)}: --hidden-dropout and")
+
+
+def test_where_a_run_reads_and_writes_is_no_difference(tmp_path: Path) -> None:
+    run, other = Run(tmp_path), Run(tmp_path)
+    run.extra = {"save": "a", "load": None, "log_interval": 1}
+    run.train(2).save()
+    other.extra = {"save": "b", "load": "a", "log_interval": 2}
+    other.load()
+    assert "settings that differ from the checkpoint's: log_interval 1 -> 2" in other.lines

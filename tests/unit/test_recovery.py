@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
         ("--replication", "--replication needs --replication-jump"),
         ("--replication-factor 1", "--replication-factor (1) must be at least 2"),
         (f"{LOCAL} --replication --replication-jump 3", "8 processes are no multiple of 6"),
+        (f"{LOCAL} --replication --replication-jump 3", "survive it: leave out --replication"),
     ],
 )
 def test_flags_that_contradict_are_refused(words: str, named: str) -> None:

@@ -32,6 +32,9 @@ ORDER = (
 )
 """Settings that change in which order gradients are summed, as the layout does."""
 
+PLACES = ("load", "save")
+"""Settings that say where a run reads and writes, which is no difference between two runs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
@@ -172,13 +175,48 @@ def compare(facts: Mapping[str, Any], run: RunFacts, mesh: Mesh, say: Say, *, fr
             f"WARNING: {', '.join(changed)}: sums may be rounded in another order, so the run "
             "need not continue bit for bit"
         )
+    causes = _other_masks(stored, run.config)
+    if causes:
+        say(
+            f"WARNING: {', '.join(causes)}: --hidden-dropout and --attention-dropout draw other "
+            "masks then, so losses differ by more than rounding, as with another --seed"
+        )
     different = [
         f"{name} {stored[name]} -> {as_json(value)}"
         for name, value in run.config.items()
-        if name in stored and name not in ORDER and stored[name] != as_json(value)
+        if name in stored and name not in (*ORDER, *PLACES) and stored[name] != as_json(value)
     ]
     if different:
         say(f"settings that differ from the checkpoint's: {', '.join(different)}")
+
+
+def _other_masks(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return what makes dropout masks other ones than those of the run that wrote a checkpoint.
+
+    A mask is drawn for what a rank holds of a microbatch (`core.rng.DropoutKey`). Context
+    parallelism cuts all of it, tensor parallelism the heads, and with sequence parallelism what is
+    added to the residual stream too.
+    """
+    names = ["micro_batch_size", "context_parallel_size"]
+    before, now = dict(stored), {name: as_json(value) for name, value in config.items()}
+    if now.get("attention_dropout"):
+        names.append("tensor_model_parallel_size")
+    if now.get("hidden_dropout"):
+        for settings in (before, now):
+            size, cut = (
+                settings.get(name) for name in ("tensor_model_parallel_size", "sequence_parallel")
+            )
+            # What sequence parallelism cuts in two by itself: 1 without, the ranks with it.
+            settings["pieces"] = None if size is None or cut is None else size if cut else 1
+        if before["pieces"] != now["pieces"]:
+            names += ["tensor_model_parallel_size", "sequence_parallel"]
+    elif not now.get("attention_dropout"):
+        return []
+    return [
+        f"{name} {before[name]} -> {now[name]}"
+        for name in dict.fromkeys(names)
+        if name in before and name in now and before[name] != now[name]
+    ]
 
 
 def tell(report: LoadReport, config: CheckpointConfig, say: Say) -> None:
@@ -193,7 +231,8 @@ def tell(report: LoadReport, config: CheckpointConfig, say: Say) -> None:
     for word in ("missing", "unexpected"):
         keys = getattr(report, word)
         if keys:
-            say(f"WARNING: {len(keys)} {word} tensors: {', '.join(keys)}")
+            fate = "they keep their initial values" if word == "missing" else "they are left out"
+            say(f"WARNING: {len(keys)} {word} tensors, {fate}: {', '.join(keys)}")
 
 
 def parts_line(parts: Sequence[str], config: CheckpointConfig, fresh: bool) -> str:

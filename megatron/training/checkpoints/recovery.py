@@ -103,13 +103,21 @@ def check_places(config: CheckpointConfig, mesh: Mesh) -> None:
     places = comm.gather_objects(
         place(Path(str(recovery.non_persistent_local_ckpt_dir))), mesh.world
     )
+    # Another folder on the same machine is no other machine, but may be another disk.
+    alone = len({machine for machine, _ in places}) == 1
+    way_out = (
+        f"all ranks are on {places[0][0]}, and on one machine no copy would survive it: leave out "
+        "--replication"
+        if alone
+        else "give the number of ranks on each machine"
+    )
     for rank, where in enumerate(places):
         for partner in copies.partners(rank):
             if partner != rank and places[partner] == where:
                 raise UserError(
                     f"--replication-jump ({copies.jump}): ranks {rank} and {partner} would keep "
                     f"copies of each other's data, but both write into {where[1]} on {where[0]}; "
-                    "give the number of ranks on each machine"
+                    + way_out
                 )
 
 
