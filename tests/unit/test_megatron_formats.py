@@ -61,9 +61,11 @@ def part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor
     return tensor
 
 
-def save_legacy(folder: Path, weights: Tensors, ranks: int, stages: int, **args: Any) -> None:
+def save_legacy(
+    folder: Path, weights: Tensors, ranks: int, stages: int, *, layers: int = LAYERS, **args: Any
+) -> None:
     """Write the files of every rank, layers numbered from 0 in each stage."""
-    here = LAYERS // stages
+    here = layers // stages
     for stage in range(stages):
         for rank in range(ranks):
             held = {}
