@@ -50,6 +50,7 @@ VARIANTS = {
 FURTHER = {"plain": 2, "rich": 2, "biased": 0, "ahead": 3}
 """Auxiliary losses of each."""
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
+CHECKED = "--check-weight-hash-across-dp-replicas-interval 1"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 A2A = "--moe-token-dispatcher-type alltoall"
 LAYOUTS = [
@@ -154,8 +155,8 @@ def test_ckpt_02_runs_log_save_and_go_on_with_experts_elsewhere(pool: Pool, tmp_
     assert printed.count("| seq_load_balancing_loss: ") == 4
     train("parts", 4, f"{PP} 4 --use-distributed-optimizer --exit-interval 1")
     for world, layout, stop in (
-        (4, f"{EP} 4 {A2A} --use-megatron-fsdp", 2),
-        (4, f"{TP} 2 {ETP} 2 {EP} 2 --sequence-parallel", 3),
+        (4, f"{EP} 2 {A2A} --use-megatron-fsdp {CHECKED}", 2),
+        (4, f"{TP} 2 {ETP} 1 {EP} 4 --sequence-parallel {CHECKED}", 3),
         (1, "", 4),
     ):
         printed = train("parts", world, f"{layout} --load save --exit-interval {stop}")
