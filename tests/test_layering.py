@@ -13,7 +13,7 @@ ALLOWED = {
     "utils": "",
     "config": "utils",
     "grid": "utils config",
-    "progress": "",
+    "progress": "utils",
     "datasets": "utils config progress",
     "tokenizers": "utils config",
     "kernels": "utils",
@@ -31,7 +31,7 @@ ALLOWED = {
     "tensor_parallel": "utils kernels mesh comm held saved_tensors sharding",
     "context_parallel": "utils config kernels mesh comm held rng",
     "pipeline_parallel": "utils config mesh comm saved_tensors",
-    "dist_checkpointing": "utils config mesh comm sharding",
+    "dist_checkpointing": "utils config progress mesh comm sharding",
     "distributed": "utils config mesh comm held sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
     "transformer": "utils config kernels mesh comm rng sharding recompute offload "

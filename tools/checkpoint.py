@@ -24,6 +24,7 @@ if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config import Config, option
+from megatron.core.progress import Bar
 from megatron.core.utils import UserError, human_bytes, human_count, nearest
 from megatron.training.arguments import parse_tool, run_main
 
@@ -101,7 +102,7 @@ def one_folder(load: Sequence[str], verb: str) -> str:
 def inspect(words: Sequence[str]) -> int:
     """Say what is in a checkpoint."""
     config = parse_tool(words, InspectConfig, PROGRAM, leading="load").config
-    from tools.checkpoint_reading import Bar, described, open_checkpoint
+    from tools.checkpoint_reading import described, open_checkpoint
 
     with open_checkpoint(one_folder(config.load, "inspect"), config.ckpt_step) as source:
         found = described(source)
@@ -181,7 +182,7 @@ def inspect_lines(found: Mapping[str, Any], config: InspectConfig) -> list[str]:
 def verify(words: Sequence[str]) -> int:
     """Compare every byte with its checksum; return 1 and list what is damaged."""
     config = parse_tool(words, VerifyConfig, PROGRAM, leading="load").config
-    from tools.checkpoint_reading import Bar, claimed, has_checksums
+    from tools.checkpoint_reading import claimed, has_checksums
 
     folder = one_folder(config.load, "verify")
     sources, damages = claimed(folder, config.ckpt_step, everything=config.all)

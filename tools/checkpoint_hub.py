@@ -10,6 +10,7 @@ from megatron.bridge.hugging_face import TOKEN_IDS, Import, export, main_dtype
 from megatron.bridge.writing import write_weights
 from megatron.core.dist_checkpointing.format import DTYPES
 from megatron.core.dist_checkpointing.stream import Shape
+from megatron.core.progress import Bar
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.config import TokenizerConfig
@@ -18,7 +19,7 @@ from megatron.core.utils import UserError, human_bytes
 from megatron.training.checkpoints import remade
 from megatron.training.checkpoints.contents import WEIGHTS
 from tools.checkpoint_flags import ConvertConfig
-from tools.checkpoint_reading import Bar, open_checkpoint, say
+from tools.checkpoint_reading import open_checkpoint, say
 from tools.checkpoint_writing import write_ours
 
 TOKENIZER_FILES = (

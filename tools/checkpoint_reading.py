@@ -1,9 +1,7 @@
 """What `checkpoint.py` reads: checkpoints are opened, described, compared (a part of that tool)."""
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +10,20 @@ from megatron.bridge.settings import read_json
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.boxes import volume, whole_box
 from megatron.core.dist_checkpointing.detect import format_of
-from megatron.core.dist_checkpointing.format import CHUNK, StoredTensor
+from megatron.core.dist_checkpointing.format import StoredTensor
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.statistics import difference
-from megatron.core.progress import Progress
-from megatron.core.utils import UserError, human_bytes
+from megatron.core.progress import Bar
+from megatron.core.utils import UserError
 from megatron.training.checkpoints import source as sources
 from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, WEIGHTS
 from megatron.training.recovery_config import SUBFOLDER
 
-LINES = 100
-"""Most lines that a job's progress makes in a log file."""
-QUIET = 1.0
-"""Seconds that a job may take before it tells how far it is."""
 # Facts that say when and where a checkpoint was written, and the run's settings: they are listed
 # where they differ, but two checkpoints are not different for it.
 ASIDE = ("environment", "config")
 # Facts that say nothing where a checkpoint lacks them.
 OPTIONAL = (*ASIDE, "vocabulary", "tokenizer", "objective", "hugging_face")
-
-
-class Bar(AbstractContextManager["Bar"]):
-    """Progress of a job over bytes: called with a tensor and a size when so much is done."""
-
-    def __init__(self, total: int, verb: str) -> None:
-        self._progress = Progress(total, every=max(total // CHUNK // LINES, 1))
-        self._verb, self._done, self._steps = verb, 0, 0
-        self._quiet_until = time.monotonic() + QUIET
-
-    def __call__(self, key: str, size: int) -> None:
-        self._done += size
-        self._steps += 1
-
-        def detail(seconds: float) -> str:
-            done = human_bytes(self._done)
-            return f"{self._verb} {done}, {human_bytes(self._done / seconds)}/s, {key}"
-
-        if time.monotonic() > self._quiet_until:
-            self._progress.update(self._done, self._steps, detail)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.close()
 
 
 def say(line: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.progress import Bar
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.utils import UserError, check_folder, human_bytes
 from megatron.training.arguments import parse_tool
@@ -102,7 +103,6 @@ def write_ours(
 ) -> None:
     """Write a checkpoint of ours and, in a folder without one, the tracker."""
     from megatron.core.dist_checkpointing import stream
-    from tools.checkpoint_reading import Bar
 
     final = _new_folder(save, name)
     with Bar(sum(shape.bytes for shape in shapes.values()), "wrote") as bar:
@@ -167,7 +167,6 @@ def _convert_ours(config: ConvertConfig) -> int:
 def write_torch_dist(save: str, name: "Name", view: "View") -> None:
     """Write a checkpoint of Megatron-core's and, in a folder without one, the tracker."""
     from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
-    from tools.checkpoint_reading import Bar
 
     final = _new_folder(save, name)
     with Bar(sum(shape.bytes for shape in view.shapes.values()), "wrote") as bar:

@@ -53,11 +53,29 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         }
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{path} is no whole safetensors file: {error}") from None
-    held = sum(tensor.bytes_of(tensor.boxes[0]) for tensor in found.values())
-    if held != data:
-        raise UserError(f"{path} is damaged: its tensors have {held} bytes, the file {data}")
+    end = base
+    for start, size, name in sorted(
+        (tensor.boxes[0].offset, tensor.bytes_of(tensor.boxes[0]), name)
+        for name, tensor in found.items()
+    ):
+        if start != end:
+            raise UserError(
+                f"{path} is damaged: {name} begins at byte {start - base} of the tensors, and not "
+                f"at {end - base}, where the one before ends"
+            )
+        end = start + size
+    if end - base != data:
+        raise UserError(f"{path} is damaged: its tensors have {end - base} bytes, the file {data}")
     return found
 
 

@@ -3,10 +3,19 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TextIO
+
+from megatron.core.utils import human_bytes
 
 BAR = 20
 """Characters of the bar."""
+LINES = 100
+"""Most lines that the bytes of a job make in a log file."""
+PIECE = 2**24
+"""Bytes that are handled at a time, about."""
+QUIET = 1.0
+"""Seconds that such a job may take before it tells how far it is."""
 PAUSE = {True: 0.2, False: 1.0}
 """Least seconds between two states: on a terminal, in a log file."""
 
@@ -58,6 +67,45 @@ class Progress:
         if self.is_terminal:
             self.stream.write("\r\x1b[2K")
             self.stream.flush()
+
+
+Told = Callable[[str, int], None]
+"""Hears of each piece that is done: the tensor it is of, and its bytes."""
+
+
+def untold(key: str, size: int) -> None:
+    """Tell nobody."""
+
+
+class Bar(AbstractContextManager["Bar"]):
+    """Progress of a job over bytes: called with a tensor and a size when so much is done.
+
+    Args:
+        total: bytes of the whole job.
+        verb: what is done to them, in the past tense.
+        also: called each time, too.
+    """
+
+    def __init__(self, total: int, verb: str, also: Callable[[], None] = lambda: None) -> None:
+        self._progress = Progress(total, every=max(total // PIECE // LINES, 1))
+        self.done = 0
+        self._verb, self._also, self._steps = verb, also, 0
+        self._quiet_until = time.monotonic() + QUIET
+
+    def __call__(self, key: str, size: int) -> None:
+        self.done += size
+        self._steps += 1
+        self._also()
+
+        def detail(seconds: float) -> str:
+            done = human_bytes(self.done)
+            return f"{self._verb} {done}, {human_bytes(self.done / seconds)}/s, {key}"
+
+        if time.monotonic() > self._quiet_until:
+            self._progress.update(self.done, self._steps, detail)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
 
 
 def _clock(seconds: float) -> str:

@@ -11,7 +11,8 @@ from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.utils import UserError
 from megatron.training.failing.failure import describe
-from megatron.training.processes.rank_zero import from_first
+from megatron.training.processes import rank_zero
+from megatron.training.processes.rank_zero import from_first, from_first_at_length
 from tests.harness import Pool
 
 CPU = torch.device("cpu")
@@ -71,3 +72,30 @@ def test_what_is_no_users_error_is_the_first_ranks_own(pool: Pool) -> None:
     first, other = pool.run(2, errors, fail)
     assert first == ("Odd: 1 and 2", False)
     assert other == ("PeerError: rank 0 failed: Odd: 1 and 2", True)
+
+
+def at_length(rank: int, fails: bool) -> tuple[object, list[str]]:
+    mesh = Mesh.create(ParallelConfig.resolve(), CPU)
+
+    def action(goes_on: Callable[[], None]) -> object:
+        for _ in range(3):
+            goes_on()
+        if fails:
+            refuse()
+        return ANSWER
+
+    with pytest.MonkeyPatch.context() as patch, comm.recording() as calls:
+        patch.setattr(rank_zero, "WORD", 0.0)
+        try:
+            found: object = from_first_at_length(mesh.world, action)
+        except UserError as error:
+            found = str(error)
+    comm.barrier(mesh.world)
+    return found, [call.name for call in calls]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_long_work_hears_that_it_goes_on(pool: Pool, fails: bool) -> None:
+    """Three times while it does, once at its end, and then what it gave."""
+    expected = "--load (x) is missing" if fails else ANSWER
+    assert pool.run(3, at_length, fails) == [(expected, ["broadcast_object"] * 5)] * 3

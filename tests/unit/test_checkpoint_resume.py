@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core import progress
 from megatron.core.dist_checkpointing import format
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.reader import Checkpoint
@@ -203,3 +204,16 @@ def test_ckpt_08_a_run_with_another_padding_goes_on_the_same(tmp_path: Path) -> 
     assert torch.equal(run.states()[key][:15], saved.states()[key])
     index = format.read_index(tmp_path / "iter_0000004")
     assert index.tensors["model.table"].shape == (5, 3)
+
+
+def test_a_long_load_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(tmp_path).train(2).save()
+    Run(tmp_path).load()
+    assert capsys.readouterr().err == "", "a short one says nothing"
+    monkeypatch.setattr(progress, "QUIET", -1.0)
+    monkeypatch.setattr(progress, "PAUSE", {False: -1.0})
+    Run(tmp_path).load()
+    told = capsys.readouterr().err
+    assert "checked" in told and "loaded" in told and "100.0%" in told

@@ -216,8 +216,8 @@ def newest(catalog: Catalog) -> Found | None:
 def is_later(catalog: Catalog, chosen: Found, other: Found) -> bool:
     """Return whether ``other`` was published after ``chosen``.
 
-    Where the tracker names ``chosen``, it may have been set back by hand, which is obeyed: ``other``
-    must then be later than that, too.
+    Where the tracker names ``chosen``, it may have been set back by hand, which is obeyed:
+    ``other`` must then be later than that, too.
     """
     moved = 0.0
     if catalog.tracker == chosen.name:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.plan import Piece
+from megatron.core.progress import Told, untold
 from megatron.core.sharding import Box
 
 
@@ -80,7 +81,7 @@ class Reader(Protocol):
         """Read one box of a tensor into a view, converting to its dtype; from any thread."""
         ...
 
-    def damages(self, files: Iterable[str] | None = None) -> list[str]:
+    def damages(self, files: Iterable[str] | None = None, told: Told = untold) -> list[str]:
         """Return what is known not to be as it was written (in ``files``, or in all)."""
         ...
 

@@ -235,9 +235,7 @@ def _read(path: Path) -> _Seen | None:
     """
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(
-                errno.EINVAL, "neither a link nor anything but a file can be a record", path
-            )
+            raise OSError(errno.EINVAL, "a record is a plain file, not this", str(path))
         with open(path, encoding="utf-8", errors="replace") as file:
             status = os.fstat(file.fileno())
             return _Seen(writer.parse(file.read()), status.st_mtime_ns)

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strictness import (
     Strictness,
 )
 from megatron.core.mesh import Axis
+from megatron.core.progress import Told, untold
 
 PART = 2 * CHUNK
 """Bytes of a tensor above which several threads share it."""
@@ -55,6 +56,7 @@ def load(
     set_aside: Sequence[str] = (),
     verify: bool = False,
     fits: Callable[[], None] = lambda: None,
+    told: Told = untold,
 ) -> LoadReport:
     """Fill every item from a checkpoint; a collective of ``world``.
 
@@ -66,6 +68,7 @@ def load(
         set_aside: beginnings of stored keys that are left out on purpose.
         verify: compare every checksum first (the ranks share the files).
         fits: called on every rank once everything is known to fit, before anything is filled.
+        told: hears of each piece that was filled.
 
     Raises:
         CheckpointError: something does not fit or is damaged; nothing was filled.
@@ -78,7 +81,7 @@ def load(
     _compare(chosen, checkpoint, world, strictness, tuple(set_aside), report)
     fits()
     there = [(item, source) for item, source in chosen if source is not None]
-    _fill_items(checkpoint, there)
+    _fill_items(checkpoint, there, told)
     for item, source in there:
         _note(item, source, checkpoint.tensors[source], report)
     return report
@@ -114,15 +117,17 @@ def _compare(
     )
 
 
-def check_bytes(checkpoint: Reader, world: Axis) -> None:
+def check_bytes(checkpoint: Reader, world: Axis, told: Told = untold) -> None:
     """Compare every checksum; the ranks share the files. A collective of ``world``.
+
+    ``told`` hears of each piece that this rank has read.
 
     Raises:
         DamagedError: bytes are not those that were written, or cannot be read; by every rank.
     """
     mine = sorted(checkpoint.files)[world.coordinate :: world.size]
     found: list[str] = []
-    problem = attempt(lambda: found.extend(checkpoint.damages(mine)), True)
+    problem = attempt(lambda: found.extend(checkpoint.damages(mine, told)), True)
     damages = _all(found if problem is None else [*found, problem], world)
     if damages:
         raise DamagedError(
@@ -131,22 +136,23 @@ def check_bytes(checkpoint: Reader, world: Axis) -> None:
         )
 
 
-def _fill_items(checkpoint: Reader, there: Sequence[tuple[Item, str]]) -> None:
+def _fill_items(checkpoint: Reader, there: Sequence[tuple[Item, str]], told: Told) -> None:
     """Fill items, each from a stored key; those in a form of their own after all others."""
     plain = [(item, source) for item, source in there if item.coded is None]
-    _fill(checkpoint, [(source, piece) for item, source in plain for piece in item.pieces])
+    _fill(checkpoint, [(source, piece) for item, source in plain for piece in item.pieces], told)
     for item, source in there:
         if item.coded is not None:
             for pieces in decoding(item, item.coded, DECODED):
-                _fill(checkpoint, [(source, piece) for piece in pieces])
+                _fill(checkpoint, [(source, piece) for piece in pieces], told)
 
 
-def _fill(checkpoint: Reader, wanted: Sequence[tuple[str, Piece]]) -> None:
+def _fill(checkpoint: Reader, wanted: Sequence[tuple[str, Piece]], told: Told) -> None:
     """Fill pieces by several threads, large ones in parts."""
     parts = [(source, part) for source, piece in wanted for part in _parts(piece)]
     with ThreadPoolExecutor(READERS) as readers:
-        for _ in readers.map(lambda each: checkpoint.fill(*each), parts):
-            pass  # raises what a thread raised
+        done = readers.map(lambda each: checkpoint.fill(*each), parts)
+        for (source, part), _ in zip(parts, done, strict=True):  # raises what a thread raised
+            told(source, part.tensor.nbytes)
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:

@@ -4,7 +4,7 @@ Every rank reads what is on its machine; what it lacks is sent by a rank that ha
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.local import LocalFound
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Axis
+from megatron.core.progress import Told, untold
 from megatron.core.sharding import Box, box_shape, box_slices
 
 
@@ -32,7 +33,7 @@ class LocalCheckpoint(Checkpoint):
     def damages(
         self,
         files: Iterable[str] | None = None,
-        told: Callable[[str, int], None] = lambda key, size: None,
+        told: Told = untold,
     ) -> list[str]:
         """Return what does not match its checksum, in the copies that this rank compares.
 

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.format import (
     StoredTensor,
 )
 from megatron.core.dist_checkpointing.plan import Piece
+from megatron.core.progress import Told, untold
 from megatron.core.sharding import Box, box_shape, box_slices
 
 READERS = 4
@@ -188,7 +189,7 @@ class Checkpoint:
     def damages(
         self,
         files: Iterable[str] | None = None,
-        told: Callable[[str, int], None] = lambda key, size: None,
+        told: Told = untold,
     ) -> list[str]:
         """Return what does not match its checksum, tensor by tensor (in ``files``, or in all).
 

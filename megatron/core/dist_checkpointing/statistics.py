@@ -4,7 +4,6 @@ Everything is computed in fp64, and whole numbers are compared as such.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.boxes import slabs, volume, whole_box
 from megatron.core.dist_checkpointing.stream import ReadSlab
+from megatron.core.progress import Told, untold
 from megatron.core.sharding import Box
 
-Told = Callable[[str, int], None]
 AT_ONCE = 4 * 2**20
 """Bytes of fp64 values that are looked at in one go; several copies of them are alive."""
 
@@ -80,9 +79,7 @@ class Statistics:
         }
 
 
-def statistics(
-    key: str, shape: tuple[int, ...], read: ReadSlab, told: Told = lambda key, size: None
-) -> Statistics:
+def statistics(key: str, shape: tuple[int, ...], read: ReadSlab, told: Told = untold) -> Statistics:
     """Return what values a tensor has."""
     found = Statistics()
     for box in slabs(whole_box(shape), 8, AT_ONCE):
@@ -148,7 +145,7 @@ def difference(
     left: ReadSlab,
     right: ReadSlab,
     tolerance: float = 0.0,
-    told: Told = lambda key, size: None,
+    told: Told = untold,
 ) -> Difference:
     """Return where a tensor of one checkpoint differs from that of another, of the same shape."""
     found = Difference()

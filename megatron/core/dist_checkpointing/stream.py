@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.format import (
 from megatron.core.dist_checkpointing.part import mark, write_all
 from megatron.core.dist_checkpointing.publishing import building
 from megatron.core.dist_checkpointing.save import check_space, publish
+from megatron.core.progress import Told, untold
 from megatron.core.sharding import Box
 from megatron.core.utils import round_up
 
@@ -96,7 +97,7 @@ def write(
     facts: Mapping[str, Any],
     *,
     files: int = 1,
-    told: Callable[[str, int], None] = lambda key, size: None,
+    told: Told = untold,
 ) -> Index:
     """Write and publish a checkpoint; return its index.
 
@@ -126,7 +127,7 @@ def _write_file(
     tensors: Mapping[str, Shape],
     share: Sequence[tuple[str, Box]],
     read: ReadSlab,
-    told: Callable[[str, int], None],
+    told: Told,
 ) -> Index:
     """Write one file and return its part of the index."""
     index = Index()

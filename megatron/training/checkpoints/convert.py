@@ -1,6 +1,7 @@
 """--ckpt-convert-format: the checkpoint of --load in a format of Megatron-LM's; then the end."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core import comm
@@ -9,10 +10,11 @@ from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.mesh import Mesh
+from megatron.core.progress import Bar
 from megatron.core.utils import Say, UserError, human_bytes
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.source import find
-from megatron.training.processes.rank_zero import from_first
+from megatron.training.processes.rank_zero import from_first_at_length
 
 
 def convert(config: CheckpointConfig, mesh: Mesh, say: Say) -> None:
@@ -23,11 +25,11 @@ def convert(config: CheckpointConfig, mesh: Mesh, say: Say) -> None:
     Raises:
         UserError: there is nothing to convert, it is damaged, or it would overwrite what it reads.
     """
-    from_first(mesh.world, lambda: _convert(config, say))
+    from_first_at_length(mesh.world, lambda goes_on: _convert(config, say, goes_on))
     comm.barrier(mesh.world)
 
 
-def _convert(config: CheckpointConfig, say: Say) -> None:
+def _convert(config: CheckpointConfig, say: Say, goes_on: Callable[[], None]) -> None:
     assert config.load is not None and config.ckpt_convert_save is not None
     assert config.ckpt_convert_format is not None
     found = find(config.load, config.ckpt_step, say)
@@ -37,19 +39,18 @@ def _convert(config: CheckpointConfig, say: Say) -> None:
     target = root / catalog.folder_name(found.name)
     if target.exists() and os.path.samefile(target, found.folder):
         raise UserError(f"--ckpt-convert-save would replace {target}, which is to be converted")
-    size = 0
-
-    def told(key: str, written: int) -> None:
-        nonlocal size
-        size += written
-
     with Checkpoint(found.folder, found.index) as checkpoint:
-        damages = checkpoint.damages() if config.verify_integrity else []
-        if damages:
-            raise DamagedError(f"{found.folder} is damaged:\n  " + "\n  ".join(damages))
+        stored = sum(checkpoint.files.values())
+        if config.verify_integrity:
+            with Bar(stored, "checked", goes_on) as bar:
+                damages = checkpoint.damages(told=bar)
+            if damages:
+                raise DamagedError(f"{found.folder} is damaged:\n  " + "\n  ".join(damages))
         try:
-            export_torch_dist(checkpoint, target, told)
+            with Bar(stored, "wrote", goes_on) as bar:
+                export_torch_dist(checkpoint, target, bar)
         except OSError as error:
             raise CheckpointError(f"{target} could not be written: {error}") from None
     catalog.write_tracker(root, found.name)
-    say(f"converted {found.folder} to {target} ({config.ckpt_convert_format}, {human_bytes(size)})")
+    size = human_bytes(bar.done)
+    say(f"converted {found.folder} to {target} ({config.ckpt_convert_format}, {size})")

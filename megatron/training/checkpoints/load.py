@@ -5,6 +5,7 @@ Loading sets, never adds: to load twice is to load once. The log says which part
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.dist_checkpointing.strictness import LENIENT_ABOUT_MISSING
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.optimizer.config import ScheduleConfig
 from megatron.core.optimizer.schedule import Schedule
+from megatron.core.progress import Bar, Told, untold
 from megatron.core.utils import Say, human_bytes
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import facts as checkpoint_facts
@@ -159,16 +161,19 @@ class _Loading:
             return report, wants_random and _load_random(checkpoint, run.mesh, run.say)
 
     def _fill_tensors(self, wanted: Sequence[Item], checkpoint: Checkpoint) -> LoadReport:
-        config = self._run.config
+        config, world = self._run.config, self._run.mesh.world
+        held = sum(piece.tensor.nbytes for item in wanted for piece in item.pieces)
         try:
-            return load(
-                wanted,
-                checkpoint,
-                self._run.mesh.world,
-                strictness=config.dist_ckpt_strictness,
-                set_aside=_set_aside(config, self._with_optimizer),
-                fits=self._follow,
-            )
+            with _bar(held, "loaded", world) as told:
+                return load(
+                    wanted,
+                    checkpoint,
+                    world,
+                    strictness=config.dist_ckpt_strictness,
+                    set_aside=_set_aside(config, self._with_optimizer),
+                    fits=self._follow,
+                    told=told,
+                )
         except CheckpointError as error:
             raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
 
@@ -186,6 +191,11 @@ class _Loading:
             self._schedule = checkpoint_facts.follow(
                 self._facts, self._run.facts, self._schedule_config, self._run.say
             )
+
+
+def _bar(total: int, verb: str, world: Axis) -> AbstractContextManager[Told]:
+    """Return the progress of rank 0, which stands for all; of others nothing is shown."""
+    return Bar(total, verb) if world.coordinate == 0 else nullcontext(untold)
 
 
 def _sound(
@@ -209,7 +219,9 @@ def _sound(
         folder = source.found.folder
         with open_source(source, local, run.mesh) as checkpoint:
             try:
-                check_bytes(checkpoint, world)
+                share = sum(checkpoint.files.values()) // world.size
+                with _bar(share, "checked", world) as told:
+                    check_bytes(checkpoint, world, told)
                 return source
             except DamagedError as error:
                 if source.is_named:

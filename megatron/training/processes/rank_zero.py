@@ -1,13 +1,17 @@
 """What rank 0 finds out, known to all: files, input and decisions that must be one."""
 
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from megatron.core import comm
 from megatron.core.mesh import Axis
 from megatron.core.utils import PeerError, UserError
 
 T = TypeVar("T")
+WORD = 30.0
+"""Seconds after which those who wait for long work hear of it; collectives may take far more."""
+_GOES_ON, _IS_OVER = "goes on", "is over"
 
 
 def from_first(world: Axis, action: Callable[[], T]) -> T:
@@ -37,3 +41,33 @@ def from_first(world: Axis, action: Callable[[], T]) -> T:
         raise raised
     answer: T = result
     return answer
+
+
+def from_first_at_length(world: Axis, action: Callable[[Callable[[], None]], T]) -> T:
+    """As `from_first`, for what may take longer than others may wait in a collective.
+
+    The action gets a function to call now and then, which lets the others know that it goes on.
+    """
+    if world.coordinate > 0:
+        while comm.broadcast_object(None, world) == _GOES_ON:
+            pass
+        return from_first(world, _never)
+    told = time.monotonic()
+
+    def goes_on() -> None:
+        nonlocal told
+        if time.monotonic() - told >= WORD:
+            comm.broadcast_object(_GOES_ON, world)
+            told = time.monotonic()
+
+    def act() -> T:
+        try:
+            return action(goes_on)
+        finally:
+            comm.broadcast_object(_IS_OVER, world)
+
+    return from_first(world, act)
+
+
+def _never() -> NoReturn:
+    raise AssertionError("only the first rank acts")

@@ -177,7 +177,7 @@ def test_a_long_job_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("tools.checkpoint_reading.QUIET", -1.0)
+    monkeypatch.setattr("megatron.core.progress.QUIET", -1.0)
     assert tool("verify", run) == 0
     out, err = capsys.readouterr()
     assert "% | checked " in err and "/s, model." in err and "\r" not in err
