@@ -14,15 +14,16 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import background
+from megatron.core.dist_checkpointing import background, priority
 from megatron.core.dist_checkpointing.format import read_index
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.dist_checkpointing.staging import HostBuffer, Staged
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.utils import silent
+from megatron.core.utils import UserError
 from megatron.training.checkpoint_config import CheckpointConfig
+from megatron.training.checkpoints import random_states, saver
 from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.failing.failure import RunFailed
@@ -129,28 +130,28 @@ def save_beside_a_full_disk(rank: int, folder: str, full: int, stop: bool) -> li
     config = CheckpointConfig.resolve(save=folder, async_save=True, exit_on_failed_save=stop)
     lines, seen = list[str](), list[int]()
     run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, lines.append)
-    saver = Saver(run, lambda _, of: seen.append(of.iteration))
+    run_saver = Saver(run, lambda _, of: seen.append(of.iteration))
 
     def fails(descriptor: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, "no space left")
 
     state = TrainState()
     for iteration in (1, 2, 3):
-        saver.finish()
+        run_saver.finish()
         state.iteration = iteration  # the state goes on changing while it is saved
         with pytest.MonkeyPatch.context() as patch:
             if iteration == 2 and rank == full:
                 patch.setattr(os, "pwrite", fails)
-            saver.save(state, last=False)
+            run_saver.save(state, last=False)
             if iteration == 2:
                 try:
-                    saver.finish()
+                    run_saver.finish()
                 except RunFailed as error:
                     return [str(error)]
     while len(seen) < 2:
         state.iteration += 1
-        saver.look()
-    saver.save(state, last=True)
+        run_saver.look()
+    run_saver.save(state, last=True)
     assert seen == [1, 3, state.iteration]
     return [line for line in lines if "WARNING" in line]
 
@@ -171,30 +172,42 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all(
             assert checkpoint.damages() == []
 
 
-def fail_beside_a_save(rank: int, folder: str, alike: bool) -> list[int]:
-    """Fail on all ranks, or on one alone, while a save is under way that one rank is slow with."""
+def fail_beside_a_save(
+    rank: int, folder: str, alike: bool, full: int | None = None
+) -> tuple[list[int], list[str]]:
+    """Fail on all ranks, or on one alone, while a save is under way that one rank is slow with.
+
+    The disk of rank ``full`` is. Returns what was saved, and what was said of it after the failure.
+    """
     mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
     chunks, optimizer = build(mesh)
     config, seen = CheckpointConfig.resolve(save=folder, async_save=True), list[int]()
+    lines: list[str] = []
 
     def saved(_: Path, of: TrainState) -> None:
         seen.append(of.iteration)
 
-    saver = Saver(CheckpointedRun(config, mesh, chunks, optimizer, FACTS, silent), saved)
+    run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, lines.append)
+    run_saver = Saver(run, saved)
     write = os.pwrite
 
     def slow(descriptor: int, data: memoryview, offset: int) -> int:
         time.sleep(0.5 * rank)
+        if rank == full:
+            raise OSError(errno.ENOSPC, "no space left")
         return write(descriptor, data, offset)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", slow)
-        saver.save(TrainState(7), last=False)
-        saver.rescue(alike=alike)
+        if full is not None:
+            patch.setattr(saver, "PATIENCE", 1.0)
+        run_saver.save(TrainState(7), last=False)
+        before = len(lines)
+        run_saver.rescue(alike=alike)
     # A rank that ends takes the others with it: by now it must be there.
-    if alike:
+    if alike and full is None:
         assert (Path(folder) / "iter_0000007").exists()
-    return seen
+    return seen, lines[before:]
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -202,5 +215,43 @@ def test_a_failure_of_all_ranks_finishes_the_save_under_way(
     pool: Pool, tmp_path: Path, alike: bool
 ) -> None:
     first, second = pool.run(2, fail_beside_a_save, str(tmp_path), alike)
-    assert first == ([7] if alike else []) and second == []
+    assert first[0] == ([7] if alike else []) and second[0] == []
+    said = "is saved" if alike else "is given up"
+    assert [said in line and "iteration 7" in line for line in first[1]] == [True]
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists() == alike
+
+
+def test_a_part_that_does_not_come_is_named(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, fail_beside_a_save, str(tmp_path), True, 1)
+    assert first[0] == second[0] == []
+    assert "was not finished: no part has come within 1 s from rank 1" in first[1][-1]
+    assert "was not finished: rank 1: [Errno 28] no space left" in second[1][-1]
+
+
+def begin_badly(rank: int, folder: str) -> list[str]:
+    """Have rank 1 alone unable to begin: with its priorities, then with its part of a save."""
+    mesh = Mesh.create(ParallelConfig.resolve(pipeline_model_parallel_size=2), torch.device("cpu"))
+    chunks, optimizer = build(mesh)
+    config, lines = CheckpointConfig.resolve(save=folder, async_save=True), list[str]()
+    run = CheckpointedRun(config, mesh, chunks, optimizer, FACTS, lines.append)
+
+    def short(device: torch.device) -> None:
+        raise MemoryError("so many bytes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(priority, "refusal", lambda *_: "not allowed")
+        with pytest.raises(UserError) as refused:
+            Saver(run, lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(random_states, "pack", short)
+        Saver(run, lambda *_: None).save(TrainState(7), last=False)
+    return [str(refused.value), lines[-1]]
+
+
+def test_a_rank_that_cannot_begin_stops_all(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, begin_badly, str(tmp_path))
+    assert first == second
+    assert "rank 1: --async-ckpt-cpu-priority 10" in first[0] and "not allowed" in first[0]
+    assert "saving iteration 7" in first[1] and "rank 1: MemoryError: so many bytes" in first[1]

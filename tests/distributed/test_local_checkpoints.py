@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
-from megatron.core.dist_checkpointing import catalog, local, local_reading
+from megatron.core.dist_checkpointing import catalog, local, local_copies, local_reading, machine
+from megatron.core.dist_checkpointing.local_copies import Copies
+from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
 from megatron.core.dist_checkpointing.plan import Item, Piece
+from megatron.core.dist_checkpointing.reader import DamagedError
+from megatron.core.dist_checkpointing.save import SaveError
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import box_slices
@@ -77,8 +81,8 @@ def test_every_machine_keeps_its_own_and_all_go_on_together(
     pool: Pool, tmp_path: Path, straight: Rows
 ) -> None:
     assert run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT)[0].code == 0
-    for machine, ranks in enumerate([(0, 1), (2, 3)]):
-        (save,) = (tmp_path / "disks" / str(machine)).glob("save-*/iter_*")
+    for disk, ranks in enumerate([(0, 1), (2, 3)]):
+        (save,) = (tmp_path / "disks" / str(disk)).glob("save-*/iter_*")
         assert save.name.startswith("iter_0000004-")
         kept = sorted(path.name for path in save.iterdir())
         assert kept == [f"rank{r:05d}.{ending}" for r in ranks for ending in ("bin", "json")]
@@ -119,19 +123,126 @@ def test_copies_in_the_folder_of_the_original_are_refused(tmp_path: Path) -> Non
     assert "on one machine no copy would survive it: leave out --replication" in printed
 
 
-def test_a_copy_is_compared_where_it_is_read_and_replaced_where_it_is_cut_off(
+def test_a_copy_that_is_damaged_or_cut_off_is_read_from_a_partner(
     pool: Pool, tmp_path: Path, straight: Rows
 ) -> None:
     """Each machine has the parts of all ranks; another layout reads all of them everywhere."""
     assert run(pool, tmp_path, 4, SAVING, LOCAL, LAYOUT, COPIES)[0].code == 0
     crash(tmp_path)
-    (copy,) = (tmp_path / "disks" / "1").glob("save-*/iter_*/rank00000.bin")
-    whole = copy.read_bytes()
-    copy.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    copy = {
+        (machine, rank): next(
+            (tmp_path / "disks").glob(f"{machine}/save-*/iter_*/rank0000{rank}.bin")
+        )
+        for machine in (0, 1)
+        for rank in (0, 1)
+    }
+    for place in ((1, 0), (0, 1)):
+        flip(copy[place])
+    whole = copy[1, 1].read_bytes()
+    copy[1, 1].write_bytes(whole[: len(whole) // 2])
     printed = refused(tmp_path, "--data-parallel-sharding-strategy no_shard", COPIES)
-    assert "rank00000.bin from byte 0 does not match its checksum" in printed
-    copy.write_bytes(whole[: len(whole) // 2])
-    check(tmp_path, run(pool, tmp_path, 4, SAVING, LOCAL, COPIES), straight)
+    assert "is damaged: no copy of rank00001.bin is as it was written" in printed
+    assert "rank00001.bin from byte 0 does not match its checksum" in printed
+    copy[1, 1].write_bytes(whole)
+    ended = run(pool, tmp_path, 4, SAVING, LOCAL, COPIES)
+    check(tmp_path, ended, straight)
+    for rank in (0, 1):
+        said = f"rank0000{rank}.bin from byte 0 does not match its checksum; another copy is read"
+        assert said in ended[0].out
+
+
+def flip(file: Path) -> None:
+    """Change the first bit of a file."""
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+def compare_copies(
+    rank: int, root: str, machines: int, flipped: list[str], is_unclosed: bool
+) -> tuple[Any, ...]:
+    """Save a half of a matrix on each rank, with a copy if there are two folders, and compare.
+
+    ``flipped`` files are damaged in between. Returns what was compared here, what is sound, who
+    sends each file, and what is wrong; or an error.
+    """
+    world, cpu = (
+        Mesh.create(ParallelConfig.resolve(), torch.device("cpu")).world,
+        torch.device("cpu"),
+    )
+    whole = torch.arange(12.0).view(4, 3)
+    piece = Piece(((2 * rank, 2 * rank + 2), (0, 3)), whole[2 * rank : 2 * rank + 2].clone())
+    items, home = [Item("a", (4, 3), torch.float32, (piece,))], Path(root) / str(rank % machines)
+
+    def unclosed(self: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_unclosed and rank == 1:
+            patch.setattr(local_copies._Copy, "close", unclosed)
+        try:
+            folder, _ = local.save_local(items, home, 1, {}, world, cpu, Copies(1, machines))
+        except SaveError as error:
+            return (str(error),)
+    if rank == 0:
+        for name in flipped:
+            flip(next(Path(root).glob(name)))
+    comm.barrier(world)
+    found, _ = local.find_local(home, world)
+    assert found is not None and found.own == {"rank00000.bin", "rank00001.bin"}
+    checked = found.checked(rank)
+    with LocalCheckpoint(home, found, world, cpu) as checkpoint:
+        try:
+            sound, problems = checkpoint.compare()
+        except DamagedError as error:
+            return (checked, str(error))
+    with LocalCheckpoint(home, sound, world, cpu) as checkpoint:
+        checkpoint.fetch([("a", ((0, 4), (0, 3)))])
+        assert torch.equal(checkpoint.read("a"), whole)
+    return checked, sorted(sound.own), sound.holders, problems
+
+
+def test_wrong_copies_count_as_absent_until_none_is_left(pool: Pool, tmp_path: Path) -> None:
+    files = ["rank00000.bin", "rank00001.bin"]
+    both = pool.run(2, compare_copies, str(tmp_path / "a"), 2, [], False)
+    assert [one[1] for one in both] == [files] * 2 and both[0][3] == []
+    flipped = ["0/*/rank00000.bin", "1/*/rank00001.bin"]
+    first, second = pool.run(2, compare_copies, str(tmp_path / "b"), 2, flipped, False)
+    assert (first[1], second[1]) == (files[1:], files[:1])
+    assert first[2] == second[2] == {files[0]: 1, files[1]: 0}
+    wrong = "from byte 0 does not match its checksum"
+    assert first[3] == [f"rank {r}: a: rank0000{r}.bin {wrong}" for r in (0, 1)]
+    first, second = pool.run(
+        2, compare_copies, str(tmp_path / "c"), 2, [*flipped, "1/*/rank00000.bin"], False
+    )
+    assert first[1].split("damaged:")[1] == second[1].split("damaged:")[1]
+    assert "no copy of rank00000.bin is as it was written" in first[1]
+
+
+def test_ranks_of_one_machine_share_what_they_compare_and_no_others(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """All processes here have one name of the machine; the folders differ, or do not."""
+    files = ["rank00000.bin", "rank00001.bin"]
+    apart = pool.run(2, compare_copies, str(tmp_path / "a"), 2, [], False)
+    assert [one[0] for one in apart] == [files] * 2
+    beside = pool.run(2, compare_copies, str(tmp_path / "b"), 1, [], False)
+    assert [one[0] for one in beside] == [files[:1], files[1:]]
+    elsewhere = pool.run(2, compare_elsewhere, str(tmp_path / "c"))
+    assert [one[0] for one in elsewhere] == [files] * 2
+
+
+def compare_elsewhere(rank: int, root: str) -> tuple[Any, ...]:
+    """Compare copies on two machines of one name that have the folder at the same path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "started", lambda: f"start {rank}")
+        return compare_copies(rank, root, 1, [], False)
+
+
+def test_a_copy_whose_file_cannot_be_closed_fails_the_save_on_all(
+    pool: Pool, tmp_path: Path
+) -> None:
+    first, second = pool.run(2, compare_copies, str(tmp_path), 2, [], True)
+    assert first == second == ("rank 1: [Errno 28] No space left on device",)
 
 
 ROWS, COLUMNS = 64, 48
@@ -164,7 +275,7 @@ def fetch_in_chunks(rank: int, folder: str, chunk: int) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_reading, "CHUNK", chunk)
         patch.setattr(comm, "broadcast", counted)
-        with local_reading.LocalCheckpoint(root, found, world, cpu) as checkpoint:
+        with LocalCheckpoint(root, found, world, cpu) as checkpoint:
             checkpoint.fetch([("a", wanted)])
             kept = sum(
                 memory.untyped_storage().nbytes()

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import local
+from megatron.core.dist_checkpointing import local, machine
+from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.local_copies import Copies
 from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
+from megatron.core.dist_checkpointing.reader import DamagedError
+from megatron.core.dist_checkpointing.save import SaveError
 from megatron.core.mesh import Mesh
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
+from megatron.training.checkpoints.recovery import Local, open_source
+from megatron.training.checkpoints.source import Source
 from tests.unit.checkpoint_files import item
 
 BASE = (
@@ -106,16 +111,78 @@ def test_a_part_that_is_not_whole_is_none(tmp_path: Path, damage: str) -> None:
     assert found is None and lacks in ignored[folder.name]
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["a flipped bit", "a folder in its place"])
+def test_what_is_damaged_and_has_no_copy_is_named(tmp_path: Path, damage: str) -> None:
     folder = save(tmp_path, 2, 2.0)
-    with open(folder / "rank00000.bin", "r+b") as file:
-        file.write(b"\1")
     found, _ = local.find_local(tmp_path, WORLD)
     assert found is not None
     with LocalCheckpoint(tmp_path, found, WORLD, CPU) as checkpoint:
-        assert checkpoint.damages(()) == [
-            "a: rank00000.bin from byte 0 does not match its checksum"
-        ]
+        assert checkpoint.compare() == (found, [])
+    if damage == "a flipped bit":
+        with open(folder / "rank00000.bin", "r+b") as file:
+            file.write(b"\1")
+        wrong = "a: rank00000.bin from byte 0 does not match its checksum"
+    else:
+        (folder / "rank00000.bin").unlink()
+        (folder / "rank00000.bin").mkdir()
+        wrong = "Is a directory"
+    with (
+        LocalCheckpoint(tmp_path, found, WORLD, CPU) as checkpoint,
+        pytest.raises(DamagedError, match=f"no copy of rank00000.bin is as it was.*\n.*{wrong}"),
+    ):
+        checkpoint.compare()
+
+
+def test_a_box_of_another_rank_than_the_stored_tensors_is_left_to_the_listing(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 2, 2.0)
+    found, _ = local.find_local(tmp_path, WORLD)
+    assert found is not None
+    with LocalCheckpoint(tmp_path, found, WORLD, CPU) as checkpoint:
+        checkpoint.fetch([("a", ((0, 3),)), ("a", ((0, 3), (0, 2), (0, 1)))])
+
+
+def test_a_disk_that_cannot_be_read_holds_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, 2.0)
+
+    def dead(folder: Path) -> list[Path]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(local, "_saves", dead)
+    found, ignored = local.find_local(tmp_path, WORLD)
+    assert found is None
+    assert ignored == {".": "rank 0 cannot read it: [Errno 5] Input/output error"}
+
+
+def test_a_save_that_could_not_remove_the_one_before_says_that_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, 2.0)
+
+    def dead(folder: Path) -> list[Path]:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "_saves", dead)
+        with pytest.raises(SaveError, match="iter_0000004-.* is whole, but removing.*Errno 5"):
+            save(tmp_path, 4, 4.0)
+    found, _ = local.find_local(tmp_path, WORLD)
+    assert found is not None and found.iteration == 4
+
+
+def test_machines_with_one_name_have_places_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = machine.place(tmp_path)
+    assert machine.place(tmp_path / "not" / "made" / "yet").device == here.device
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert machine.place(tmp_path / "link") == here
+    assert machine.place(Path("/proc")).device != here.device
+    monkeypatch.setattr(machine, "started", lambda: "another start")
+    assert machine.place(tmp_path) != here
 
 
 def test_of_two_saves_of_one_iteration_the_later_counts(tmp_path: Path) -> None:
@@ -149,3 +216,22 @@ def test_other_names_are_none_of_ours_and_stay(tmp_path: Path) -> None:
     assert found is not None and found.name == folder.name and not ignored
     save(tmp_path, 4, 4.0)
     assert copy.exists() and not folder.exists()
+
+
+def test_what_cannot_be_got_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2, 2.0)
+    found, _ = local.find_local(tmp_path, WORLD)
+    assert found is not None
+    here = Local(tmp_path, found)
+
+    def fails(self: LocalCheckpoint, wanted: object) -> None:
+        self.read("a")
+        raise CheckpointError("the machine is gone")
+
+    monkeypatch.setattr(LocalCheckpoint, "fetch", fails)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match="is gone"):
+        open_source(Source(here.source, False, False), here, Mesh.serial())
+    assert len(os.listdir("/proc/self/fd")) == before

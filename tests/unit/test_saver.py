@@ -4,15 +4,17 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import catalog, format
+from megatron.core.dist_checkpointing import background, catalog, format, save
 from megatron.core.dist_checkpointing.publishing import PARTIAL
 from megatron.training.checkpoint_config import CheckpointConfig
+from megatron.training.checkpoints import random_states
 from megatron.training.checkpoints.saver import Saver
-from megatron.training.failing.failure import RunFailed
+from megatron.training.failing.failure import RunFailed, SaveFailed
 from tests.unit.checkpoint_runs import Run, equal
 
 
@@ -116,6 +118,41 @@ def test_a_run_that_fails_finishes_the_save_under_way(
     assert format.read_index(tmp_path / "save" / "iter_0000003").facts["iteration"] == 3
     run.saver.rescue(alike=True)  # nothing is under way
     assert run.saved == [3]
+
+
+def test_a_rescue_whose_own_write_failed_says_so(beside: Callable[..., Beside]) -> None:
+    run = beside()
+    run.error = OSError(28, "No space left on device")
+    run.allowed.set()
+    run.save(3)
+    run.saver.rescue(alike=True)
+    assert run.saved == []
+    assert "was not finished: rank 0: [Errno 28] No space left on device" in run.lines[-1]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("what", ["contents", "staging"])
+def test_memory_that_is_short_before_a_save_is_a_failed_save(
+    beside: Callable[..., Beside], monkeypatch: pytest.MonkeyPatch, last: bool, what: str
+) -> None:
+    """Other ranks learn of it, as of any failure."""
+    run = beside()
+    run.allowed.set()
+
+    def short(*words: object) -> None:
+        raise MemoryError("so many bytes")
+
+    with monkeypatch.context() as patch:
+        if what == "contents":
+            patch.setattr(random_states, "pack", short)
+        else:
+            patch.setattr(background if not last else save, "stage", short)
+        with pytest.raises(SaveFailed) if last else nullcontext():
+            run.save(1, last=last)
+    assert "WARNING: saving iteration 1" in run.lines[-1]
+    assert "MemoryError: so many bytes" in run.lines[-1]
+    run.save(2, last=True)
+    assert run.saved == [2]
 
 
 def test_a_rescue_that_fails_does_not_hide_why_training_has(

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.save import (
     SaveError,
     agree,
+    agreed,
     agreed_partial,
     agreed_publish,
     attempt,
@@ -75,7 +76,8 @@ class BackgroundSave:
         self._given_up = False
         items = list(items)
         with removing(self._partial, world):
-            prepare(self._partial, stage(items).bytes, world)
+            size = agreed(lambda: stage(items).bytes, world)
+            prepare(self._partial, size, world)
         if _device(items) is not None:
             torch.cuda.current_stream().synchronize()  # the thread copies on a stream of its own
         self._settled = threading.Event()
@@ -113,15 +115,12 @@ class BackgroundSave:
         self._settled.wait()
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        if self._problem is not None:
-            return
         try:
-            problem = attempt(action, True)
+            self._problem = attempt(action, True)
         except Exception as error:
             # Such as no memory for the copies. Others must learn of it; the thread tells the rest.
             self._problem = f"{type(error).__name__}: {error}"
             raise
-        self._problem = self._problem or problem  # it may have been given up meanwhile
 
     def written(self, device: torch.device) -> bool:
         """Return whether every rank's thread has ended; a collective of the world."""
@@ -151,17 +150,17 @@ class BackgroundSave:
         others wait for that as long: a rank that ends takes rank 0 with it. Rank 0 gets the index.
 
         Raises:
-            SaveError: all is there, but it could not be published.
+            SaveError: nothing was published, as far as this rank knows.
         """
         self._join()
         if self._problem is not None:
-            return None
+            raise SaveError(f"rank {self._world.coordinate}: {self._problem}")
         if self._world.coordinate != 0:
             _wait(lambda: not self._partial.exists(), seconds)
             return None
-        marks = [self._partial / mark(rank) for rank in range(self._world.size)]
-        if not _wait(lambda: all(path.exists() for path in marks), seconds):
-            return None
+        if not _wait(lambda: not self._unfinished(), seconds):
+            absent = ", ".join(str(rank) for rank in self._unfinished())
+            raise SaveError(f"no part has come within {seconds:.0f} s from rank {absent}")
         published: list[Index] = []
 
         def act() -> None:
@@ -172,6 +171,11 @@ class BackgroundSave:
         if problem is not None:
             raise SaveError(problem)
         return published[0]
+
+    def _unfinished(self) -> list[int]:
+        """Return the ranks whose part is not there."""
+        ranks = range(self._world.size)
+        return [rank for rank in ranks if not (self._partial / mark(rank)).exists()]
 
     def abandon(self) -> None:
         """End the thread without finishing; what it wrote stays a folder that is no checkpoint."""

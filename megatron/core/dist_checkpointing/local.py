@@ -6,17 +6,15 @@
 
 A save is complete when, over all machines, the parts of all its ranks are there; nobody publishes
 it. Ranks share out what they hold alike, and where copies are asked for each rank also keeps the
-parts of its partners (`Copies`), which are elsewhere. Loading joins the parts that the machines
-have (`local_reading`), so that the layout, and the places of the ranks, may be others than those
-that saved.
+parts of its partners (`Copies`), which are elsewhere. Finding joins the parts that the machines
+have; `local_reading` loads them.
 """
 
 import os
 import re
 import shutil
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,14 @@ from megatron.core.dist_checkpointing.format import (
     write_index,
 )
 from megatron.core.dist_checkpointing.local_copies import ALONE, Copies, exchange, part_name
+from megatron.core.dist_checkpointing.machine import Place, place
 from megatron.core.dist_checkpointing.part import mark, write
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.save import (
     SaveError,
     agree,
+    agreed,
+    attempt,
     check_space,
     join,
     whatever,
@@ -63,13 +64,12 @@ class LocalFound:
     """By file, the first rank that has it at hand."""
     own: frozenset[str]
     """Files on this machine that are whole, as far as their sizes say."""
-    checked: tuple[str, ...]
-    """Those of them whose checksums this rank compares; ranks of a machine share them out."""
+    beside: tuple[int, ...]
+    """Ranks that see the same folder, this one among them."""
 
-
-def place(root: Path) -> tuple[str, str]:
-    """Return the machine and the folder that ``root`` is."""
-    return socket.gethostname(), os.path.realpath(root)
+    def checked(self, rank: int) -> list[str]:
+        """Return the files whose checksums ``rank`` compares; ranks of a machine share them out."""
+        return sorted(self.own)[self.beside.index(rank) :: len(self.beside)]
 
 
 def save_local(
@@ -88,22 +88,19 @@ def save_local(
     ``allowed`` is called before, and raises OSError where nothing may be saved.
 
     Raises:
-        SaveError: it failed on some rank; every rank raises, and older saves are as they were.
+        SaveError: it failed on some rank; every rank raises, and older saves are as they were,
+            unless the message says that this one is whole.
     """
     published = comm.broadcast_object(time.time(), world)
     folder = root / f"{folder_name(iteration)}-{round(1000 * published):012x}"
-    staged = stage(items)
     rank = world.coordinate
     try:
         agree(whatever(allowed, True), world)
-        problem = whatever(lambda: make_folder(folder), True)
-        everyone = comm.gather_objects((place(root), staged.bytes), world)
-        if problem is None:
-            problem = whatever(lambda: _check_space(folder, rank, everyone, copies), True)
-        agree(problem, world)
-        parts: list[Index] = []
-        agree(whatever(lambda: parts.append(write(staged, folder, rank)), True), world)
-        part = parts[0]
+        staged = agreed(lambda: stage(items), world)
+        here = agreed(lambda: _made(folder), world)
+        everyone = comm.gather_objects((here, staged.bytes), world)
+        agree(whatever(lambda: _check_space(folder, rank, everyone, copies), True), world)
+        part = agreed(lambda: write(staged, folder, rank), world)
         part.facts = {**facts, "published": published, "ranks": world.size}
         if copies.count > 1:
             exchange(folder, part, world, device, copies)
@@ -112,11 +109,25 @@ def save_local(
     except SaveError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    problem = whatever(lambda: _drop_older(folder, rank), True)
+    if problem is not None:
+        problem = f"{folder} is whole, but removing older saves failed: {problem}"
+    agree(problem, world)
+    return folder, sum(size for _, size in everyone)
+
+
+def _made(folder: Path) -> Place:
+    """Make a folder and return where it is."""
+    make_folder(folder)
+    return place(folder.parent)
+
+
+def _drop_older(folder: Path, rank: int) -> None:
+    """Remove other saves beside a complete one."""
     (folder / mark(rank)).unlink(missing_ok=True)
-    for older in _saves(root):
+    for older in _saves(folder.parent):
         if older.name != folder.name:
             shutil.rmtree(older, ignore_errors=True)
-    return folder, sum(size for _, size in everyone)
 
 
 def _saves(root: Path) -> list[Path]:
@@ -127,7 +138,7 @@ def _saves(root: Path) -> list[Path]:
 
 
 def _check_space(
-    folder: Path, rank: int, everyone: list[tuple[tuple[str, str], int]], copies: Copies
+    folder: Path, rank: int, everyone: Sequence[tuple[Place | None, int]], copies: Copies
 ) -> None:
     """Refuse what goes to this rank's disk if all of it does not fit; as `save.check_space`."""
     here, sizes = everyone[rank][0], [size for _, size in everyone]
@@ -140,35 +151,27 @@ def find_local(
 ) -> tuple[LocalFound | None, dict[str, str]]:
     """Return the newest complete save and why others are none; a collective of ``world``.
 
+    A machine whose disk cannot be read has none; the reason has the name ``.``, of its folder.
+
     Args:
         root: this machine's folder; None for a rank that has none.
         world: all ranks, which need not be those that saved.
         step: take the save of this iteration.
     """
-    saves = _saves(root) if root is not None else []
-    here = {folder.name: _parts(folder) for folder in saves}
-    seen = comm.gather_objects(
-        {
-            name: {rank: part.facts["ranks"] for rank, part in parts.items()}
-            for name, parts in here.items()
-        },
-        world,
-    )
-    claimed = comm.gather_objects({folder.name for folder in saves if _texts(folder)}, world)
-    places = comm.gather_objects(place(root) if root is not None else None, world)
-    beside = [rank for rank, where in enumerate(places) if where == places[world.coordinate]]
-    complete, reasons = [], {}
-    for name in sorted({name for one in seen for name in one}):
-        there = [one.get(name, {}) for one in seen]
-        sizes = {ranks for one in there for ranks in one.values()}
-        absent = sorted(set(range(max(sizes, default=1))) - {rank for one in there for rank in one})
-        if not any(name in one for one in claimed):
-            reasons[name] = UNFINISHED
-        elif absent:
-            reasons[name] = f"no machine of this run has the part of rank {absent[0]}"
-            reasons[name] += f" ({len(absent)} parts are missing)" if len(absent) > 1 else ""
-        elif step is None or _iteration(name) == step:
-            complete.append(name)
+    problem, where, claims, here = _look(root)
+    has = {
+        name: {rank: part.facts["ranks"] for rank, part in parts.items()}
+        for name, parts in here.items()
+    }
+    everyone = comm.gather_objects((problem, where, claims, has), world)
+    problems, places, claimed, seen = zip(*everyone, strict=True)
+    beside = tuple(rank for rank, one in enumerate(places) if one == where)
+    reasons = _lacks(claimed, seen)
+    names = {name for one in seen for name in one}
+    complete = [name for name in names - reasons.keys() if step is None or _iteration(name) == step]
+    failed = [f"rank {rank} cannot read it: {one}" for rank, one in enumerate(problems) if one]
+    if failed:
+        reasons["."] = "; ".join(failed)
     if not complete:
         return None, reasons
     name = max(complete, key=lambda one: one.rpartition("-")[2])
@@ -183,14 +186,52 @@ def find_local(
     index.facts = parts[0].facts
     holders = {file: holder[rank] for rank, part in parts.items() for file in part.files}
     # A copy that says anything else than the part that was joined is as if it were not here.
-    own = sorted(
+    own = frozenset(
         file
         for rank, part in here.get(name, {}).items()
         for file in part.files
         if part.text() == texts[rank]
     )
-    checked = tuple(own[beside.index(world.coordinate) :: len(beside)])
-    return LocalFound(_iteration(name), name, index, holders, frozenset(own), checked), reasons
+    return LocalFound(_iteration(name), name, index, holders, own, beside), reasons
+
+
+def _look(
+    root: Path | None,
+) -> tuple[str | None, Place | None, set[str], dict[str, dict[int, Index]]]:
+    """Return what is wrong with this rank's disk, its place, names that claim to be saves, parts.
+
+    Nothing is raised, since the other ranks wait for what is here.
+    """
+    where: list[Place] = []
+    claims, found = set[str](), dict[str, dict[int, Index]]()
+
+    def look() -> None:
+        if root is None:
+            return
+        where.append(place(root))
+        saves = _saves(root)
+        claims.update(folder.name for folder in saves if _texts(folder))
+        found.update({folder.name: _parts(folder) for folder in saves})
+
+    problem = attempt(look, True)
+    return problem, where[0] if where else None, claims, found
+
+
+def _lacks(
+    claimed: Sequence[set[str]], seen: Sequence[Mapping[str, Mapping[int, int]]]
+) -> dict[str, str]:
+    """Return by name why a save is none; given for each rank: claims, and parts by save."""
+    reasons = {}
+    for name in sorted({name for one in seen for name in one}):
+        there = [one.get(name, {}) for one in seen]
+        sizes = {ranks for one in there for ranks in one.values()}
+        absent = sorted(set(range(max(sizes, default=1))) - {rank for one in there for rank in one})
+        if not any(name in one for one in claimed):
+            reasons[name] = UNFINISHED
+        elif absent:
+            reasons[name] = f"no machine of this run has the part of rank {absent[0]}"
+            reasons[name] += f" ({len(absent)} parts are missing)" if len(absent) > 1 else ""
+    return reasons
 
 
 def _iteration(name: str) -> int:

@@ -73,10 +73,11 @@ def exchange(folder: Path, part: Index, world: Axis, device: torch.device, copie
             passed = comm.shift(passed, ring).wait()
             if problem is None:  # whoever cannot write goes on to pass on
                 problem = whatever(functools.partial(writers[one].add, passed), True)
-    stream.close()
     for copy in writers.values():
         problem = problem or whatever(copy.finish, True)
-        copy.close()
+    for close in (stream.close, *(copy.close for copy in writers.values())):
+        failure = whatever(close, True)  # a write that was put off may fail here
+        problem = problem or failure
     agree(problem, world)
 
 

@@ -1,10 +1,13 @@
-"""Reading a checkpoint whose parts are on the machines' own disks (`local`).
+"""Loading what each machine keeps on its own disk (`local`).
 
-Every rank reads what is on its machine; what it lacks is sent by a rank that has it.
+Every rank reads what is here, and what it lacks is sent by a rank that has it, so that the layout,
+and the places of the ranks, may be others than those that saved. A copy whose checksum is wrong is
+as good as none.
 """
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +17,7 @@ from megatron.core import comm
 from megatron.core.dist_checkpointing.boxes import intersection, relative, slabs, volume
 from megatron.core.dist_checkpointing.format import CHUNK, CheckpointError
 from megatron.core.dist_checkpointing.local import LocalFound
-from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
 from megatron.core.mesh import Axis
 from megatron.core.progress import Told, untold
@@ -30,17 +33,44 @@ class LocalCheckpoint(Checkpoint):
         self._received: dict[tuple[str, int], list[tuple[Box, Tensor]]] = {}
         """What others sent of each stored box, as boxes of the tensor."""
 
-    def damages(
-        self,
-        files: Iterable[str] | None = None,
-        told: Told = untold,
-    ) -> list[str]:
-        """Return what does not match its checksum, in the copies that this rank compares.
+    def compare(self, told: Told = untold) -> tuple[LocalFound, list[str]]:
+        """Compare the checksums of every copy on every machine; a collective of the world.
 
-        All ranks together compare every copy on every machine, whichever ``files`` are asked for
-        here: any of them may be read.
+        Returns what was found without the copies that are not as they were written, or cannot be
+        read, so that partners' are read in their place; and what is wrong with each of them.
+        ``told`` hears of each piece that this rank has read.
+
+        Raises:
+            DamagedError: of some file there is no sound copy; every rank raises.
         """
-        return super().damages(self.found.checked, told)
+        rank, found = self.world.coordinate, self.found
+        faults = {file: fault for file in found.checked(rank) if (fault := self._fault(file, told))}
+        everyone = comm.gather_objects((found.beside, found.own, faults), self.world)
+        sound = [
+            own - {file for one in beside for file in everyone[one][2]}
+            for beside, own, _ in everyone
+        ]
+        problems = [
+            f"rank {one}: {fault}"
+            for one, (_, _, its) in enumerate(everyone)
+            for fault in its.values()
+        ]
+        holders: dict[str, int] = {}
+        for one, files in enumerate(sound):
+            holders.update((file, one) for file in files if file not in holders)
+        lost = sorted(found.holders.keys() - holders.keys())
+        if lost:
+            raise DamagedError(
+                f"{self.folder} is damaged: no copy of {', '.join(lost)} is as it was written:\n  "
+                + "\n  ".join(problems)
+            )
+        return replace(found, own=sound[rank], holders=holders), problems
+
+    def _fault(self, file: str, told: Told) -> str | None:
+        """Return what is wrong with a file that is here; None if it is sound."""
+        found: list[str] = []
+        problem = attempt(lambda: found.extend(self._mismatches([file], told)), True)
+        return problem or "; ".join(found) or None
 
     def fetch(self, wanted: Iterable[tuple[str, Box]]) -> None:
         """Receive what boxes of tensors need and this machine lacks; a collective of the world.
@@ -69,6 +99,8 @@ class LocalCheckpoint(Checkpoint):
         found: dict[tuple[str, int], list[tuple[Box, Tensor]]] = {}
         for key, box in wanted:
             stored = self.index.tensors[key]
+            if len(box) != len(stored.shape):
+                continue  # loading lists what does not fit, all at once
             for number, one in enumerate(stored.boxes):
                 common = intersection(one.box, box)
                 if common is not None and one.file not in self.found.own:

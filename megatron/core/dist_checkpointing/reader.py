@@ -196,18 +196,22 @@ class Checkpoint:
         Coverage is checked too: whoever changed an index with care could have left out a box.
         ``told`` hears of each piece that was read: its tensor and its size in bytes.
         """
-        chosen = set(self.index.files if files is None else files)
-        problems: list[str] = []
-        blocks: list[Block] = []
-        for key, stored in self.index.tensors.items():
-            hole = uncovered(stored.shape, [box.box for box in stored.boxes])
-            if hole is not None:
-                problems.append(f"{key}: {hole}")
-            blocks += [
-                Block(key, box.file, box.offset, stored.bytes_of(box), box.crc32)
-                for box in stored.boxes
-                if box.crc32 is not None
-            ]
+        holes = {
+            key: uncovered(stored.shape, [box.box for box in stored.boxes])
+            for key, stored in self.index.tensors.items()
+        }
+        problems = [f"{key}: {hole}" for key, hole in holes.items() if hole is not None]
+        return problems + self._mismatches(self.index.files if files is None else files, told)
+
+    def _mismatches(self, files: Iterable[str], told: Told) -> list[str]:
+        """Return which blocks of ``files`` do not match their checksums."""
+        problems, chosen = list[str](), set(files)
+        blocks = [
+            Block(key, box.file, box.offset, stored.bytes_of(box), box.crc32)
+            for key, stored in self.index.tensors.items()
+            for box in stored.boxes
+            if box.crc32 is not None
+        ]
         blocks = [block for block in (*blocks, *self.index.blocks) if block.file in chosen]
         chunks = [
             (number, first, last)

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.boxes import uncovered
@@ -40,6 +40,8 @@ from megatron.core.dist_checkpointing.publishing import (
 from megatron.core.dist_checkpointing.staging import stage
 from megatron.core.mesh import Axis
 from megatron.core.utils import human_bytes
+
+Made = TypeVar("Made")
 
 
 class SaveError(Exception):
@@ -129,10 +131,10 @@ def save(
             message says so.
     """
     partial = agreed_partial(final, world)
-    staged = stage(items)
+    staged = agreed(lambda: stage(items), world)
     with removing(partial, world):
         prepare(partial, staged.bytes, world)
-        agree(whatever(lambda: write(staged, partial, world.coordinate), True), world)
+        agreed(lambda: write(staged, partial, world.coordinate), world)
         return agreed_publish(partial, final, facts, world, allowed)
 
 
@@ -222,6 +224,17 @@ def whatever(action: Callable[[], object], mine: bool) -> str | None:
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return f"{type(error).__name__}: {error}"
+
+
+def agreed(make: Callable[[], Made], world: Axis) -> Made:
+    """Return what this rank makes, if every rank could make its own; a collective of ``world``.
+
+    Raises:
+        SaveError: some rank could not; every rank raises.
+    """
+    made: list[Made] = []
+    agree(whatever(lambda: made.append(make()), True), world)
+    return made[0]
 
 
 def agree(problem: str | None, world: Axis, error: type[Exception] = SaveError) -> None:

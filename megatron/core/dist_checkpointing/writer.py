@@ -10,7 +10,6 @@ that another job that runs may have it too.
 """
 
 import errno
-import functools
 import json
 import os
 import socket
@@ -20,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+
+from megatron.core.dist_checkpointing import machine
 
 RECORD = "writer.json"
 """Name of the file that says who writes."""
@@ -48,7 +49,7 @@ class Writer:
     @property
     def runs(self) -> bool | None:
         """Return whether the process runs; None if it is on a machine that cannot be asked."""
-        if self.machine != _machine():
+        if self.machine != machine.processes():
             return None
         return _start_of(self.pid) == self.started
 
@@ -73,7 +74,7 @@ def this_process() -> Writer:
     """Return the record of the process that asks."""
     return Writer(
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=machine.processes(),
         pid=os.getpid(),
         started=_start_of(os.getpid()) or "",
         job=_job(os.environ),
@@ -144,17 +145,6 @@ def now(folder: Path) -> float:
     """Return the time by the clock that stamps files in ``folder``."""
     with tempfile.NamedTemporaryFile(prefix=".clock.", dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
-
-
-@functools.cache
-def _machine() -> str:
-    """Return what tells this machine, since its last start, from others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        processes = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # another system than Linux
-        return socket.gethostname()
-    return f"{boot}/{processes}"
 
 
 def _start_of(pid: int) -> str | None:

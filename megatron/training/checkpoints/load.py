@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.load import LoadReport, check_bytes, load
+from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.dist_checkpointing.save import agree, attempt
@@ -32,7 +33,7 @@ from megatron.training.checkpoints.contents import (
     items,
     random_key,
 )
-from megatron.training.checkpoints.recovery import Local, newest_local, open_source
+from megatron.training.checkpoints.recovery import Local, compared, newest_local, open_source
 from megatron.training.checkpoints.run import CheckpointedRun
 from megatron.training.checkpoints.source import Source, choose
 from megatron.training.processes.rank_zero import from_first
@@ -70,7 +71,7 @@ def load_checkpoint(run: CheckpointedRun, schedule: ScheduleConfig) -> Loaded:
             other than the stored one and no flag to say which, too.
     """
     local, incomplete = newest_local(run.config, run.mesh, run.say)
-    source = _sound(run, local, incomplete)
+    source, local = _sound(run, local, incomplete)
     if source is None:
         return Loaded(TrainState(), run.facts.schedule)
     return _Loading(run, schedule, source, local).loaded()
@@ -198,12 +199,20 @@ def _bar(total: int, verb: str, world: Axis) -> AbstractContextManager[Told]:
     return Bar(total, verb) if world.coordinate == 0 else nullcontext(untold)
 
 
+def _share(checkpoint: Checkpoint, world: Axis) -> int:
+    """Return the bytes of which rank 0 compares the checksums, about."""
+    if isinstance(checkpoint, LocalCheckpoint):
+        return sum(checkpoint.files[file] for file in checkpoint.found.checked(world.coordinate))
+    return sum(checkpoint.files.values()) // world.size
+
+
 def _sound(
     run: CheckpointedRun, local: Local | None, incomplete: Mapping[Path, str]
-) -> Source | None:
+) -> tuple[Source | None, Local | None]:
     """Return what to load, its checksums compared; None to start from scratch. A collective.
 
-    One that is damaged is passed over with a warning, as one that is not whole is.
+    One that is damaged is passed over with a warning, as one that is not whole is; of the one on
+    local disks, which is returned too, only copies that are damaged.
 
     Raises:
         UserError: as `source.choose`; or a damaged one was asked for by name, or is the last.
@@ -215,14 +224,15 @@ def _sound(
         # One rank chooses, so that all take the same checkpoint.
         source = from_first(world, lambda: choose(config, run.say, on_disks, damaged, incomplete))
         if source is None or not config.verify_integrity:
-            return source
+            return source, local
         folder = source.found.folder
         with open_source(source, local, run.mesh) as checkpoint:
             try:
-                share = sum(checkpoint.files.values()) // world.size
-                with _bar(share, "checked", world) as told:
+                with _bar(_share(checkpoint, world), "checked", world) as told:
+                    if local is not None and isinstance(checkpoint, LocalCheckpoint):
+                        return source, compared(checkpoint, local, run.say, told)
                     check_bytes(checkpoint, world, told)
-                return source
+                    return source, local
             except DamagedError as error:
                 if source.is_named:
                     raise DamagedError(

@@ -18,15 +18,16 @@ from megatron.core.dist_checkpointing.local import (
     UNFINISHED,
     LocalFound,
     find_local,
-    place,
     save_local,
 )
 from megatron.core.dist_checkpointing.local_copies import Copies
 from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
+from megatron.core.dist_checkpointing.machine import Place, place
 from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.save import SaveError
+from megatron.core.dist_checkpointing.save import SaveError, agree, attempt
 from megatron.core.mesh import Mesh
+from megatron.core.progress import Told, untold
 from megatron.core.utils import Say, UserError, human_bytes
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import save as saving
@@ -62,11 +63,12 @@ def _save_local(run: CheckpointedRun, state: TrainState) -> Saved:
     # One name on all machines, however each calls the folder of checkpoints.
     root = local_root(config, comm.broadcast_object(config.save, mesh.world))
     try:
+        everything, stored = saving.gathered(run, state)
         folder, size = save_local(
-            saving.contents(run),
+            everything,
             root,
             state.iteration,
-            saving.facts(run, state),
+            stored,
             mesh.world,
             mesh.device,
             Copies(*config.recovery.copies()),
@@ -100,14 +102,16 @@ def check_places(config: CheckpointConfig, mesh: Mesh) -> None:
     if not (config.save and recovery.is_local and recovery.replication):
         return
     copies = Copies(*recovery.copies())
-    places = comm.gather_objects(
-        place(Path(str(recovery.non_persistent_local_ckpt_dir))), mesh.world
-    )
+    folder, here = Path(str(recovery.non_persistent_local_ckpt_dir)), list[Place]()
+    problem = attempt(lambda: here.append(place(folder)), True)
+    if problem is not None:
+        problem = f"--non-persistent-local-ckpt-dir ({folder}): {problem}"
+    agree(problem, mesh.world, UserError)
+    places = comm.gather_objects(here[0], mesh.world)
     # Another folder on the same machine is no other machine, but may be another disk.
-    alone = len({machine for machine, _ in places}) == 1
+    alone = len({where.machine for where in places}) == 1
     way_out = (
-        f"all ranks are on {places[0][0]}, and on one machine no copy would survive it: leave out "
-        "--replication"
+        "all ranks are on it, and on one machine no copy would survive it: leave out --replication"
         if alone
         else "give the number of ranks on each machine"
     )
@@ -116,8 +120,8 @@ def check_places(config: CheckpointConfig, mesh: Mesh) -> None:
             if partner != rank and places[partner] == where:
                 raise UserError(
                     f"--replication-jump ({copies.jump}): ranks {rank} and {partner} would keep "
-                    f"copies of each other's data, but both write into {where[1]} on {where[0]}; "
-                    + way_out
+                    f"copies of each other's data, but both write into {where.path} on one "
+                    f"machine; {way_out}"
                 )
 
 
@@ -175,5 +179,21 @@ def open_source(
     if wanted and random_key(mesh) in tensors:
         states = tensors[random_key(mesh)]
         boxes.append((random_key(mesh), whole_box(states.shape)))
-    checkpoint.fetch(boxes)
+    try:
+        checkpoint.fetch(boxes)
+    except BaseException:
+        checkpoint.close()
+        raise
     return checkpoint
+
+
+def compared(checkpoint: LocalCheckpoint, local: Local, say: Say, told: Told = untold) -> Local:
+    """Return ``local`` without copies whose checksums are wrong; a collective of the world.
+
+    Raises:
+        DamagedError: some file has no sound copy; every rank raises.
+    """
+    found, problems = checkpoint.compare(told)
+    for problem in problems:
+        say(f"WARNING: {checkpoint.folder}: {problem}; another copy is read instead")
+    return replace(local, found=found)

@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.plan import Item
 from megatron.core.dist_checkpointing.save import (
     SaveError,
     agree,
+    agreed,
     lacking_space,
     save,
     whatever,
@@ -49,9 +50,9 @@ def save_checkpoint(run: CheckpointedRun, state: TrainState) -> Saved:
     """
     begin = time.monotonic()
     final = announced(run, state)
-    everything, stored = contents(run), facts(run, state)
     try:
         clear(run, final.parent)
+        everything, stored = gathered(run, state)
         index = save(everything, final, stored, run.mesh.world, run.check_lease)
         move_tracker(final.parent, state.iteration, run.mesh)
     except SaveError as error:
@@ -71,6 +72,15 @@ def announced(run: CheckpointedRun, state: TrainState) -> Path:
     assert save_to is not None, "nowhere to save to"
     run.say(f"saving checkpoint at iteration {state.iteration:7d} to {save_to}")
     return Path(save_to) / catalog.folder_name(state.iteration)
+
+
+def gathered(run: CheckpointedRun, state: TrainState) -> tuple[list[Item], dict[str, Any]]:
+    """Return `contents` and `facts`, if every rank could make its own; a collective of the world.
+
+    Raises:
+        SaveError: some rank could not, for want of memory, say; every rank raises.
+    """
+    return agreed(lambda: (contents(run), facts(run, state)), run.mesh.world)
 
 
 def contents(run: CheckpointedRun) -> list[Item]:

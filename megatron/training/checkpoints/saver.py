@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import catalog, priority
 from megatron.core.dist_checkpointing.background import BackgroundSave
-from megatron.core.dist_checkpointing.save import SaveError
+from megatron.core.dist_checkpointing.save import SaveError, agree
 from megatron.core.dist_checkpointing.staging import HostBuffer
 from megatron.core.utils import UserError
 from megatron.training.checkpoints import save as saving
@@ -42,14 +42,15 @@ class _Pending:
 
 
 class Saver:
-    """Saves what a run is; its methods are collectives of the world, but where they say so.
+    """Saves what a run is; making it and its methods are collectives, but where they say so.
 
     Args:
         run: what is saved, and where to.
         saved: told the folder of every checkpoint when it is there, and the state it holds.
 
     Raises:
-        UserError: the system refuses the priorities of the writing threads.
+        UserError: the system refuses the priorities of the writing threads on some rank; every
+            rank raises.
     """
 
     def __init__(self, run: CheckpointedRun, saved: Callable[[Path, TrainState], None]) -> None:
@@ -62,10 +63,11 @@ class Saver:
         if self._speed.async_save and priority.settable():
             problem = priority.refusal(*self._priorities)
             if problem is not None:
-                raise UserError(
+                problem = (
                     f"--async-ckpt-cpu-priority {self._priorities[0]}, "
                     f"--async-ckpt-io-priority {self._priorities[1]}: {problem}"
                 )
+            agree(problem, run.mesh.world, UserError)
 
     @property
     def _priorities(self) -> tuple[int, int]:
@@ -161,13 +163,18 @@ class Saver:
             )
 
     def _end(self, pending: _Pending, *, alike: bool) -> None:
+        iteration = pending.state.iteration
         if not alike and self._run.mesh.world.size > 1:
             pending.save.abandon()
+            self._run.say(
+                f"WARNING: the save of iteration {iteration}, which was under way, is given up, "
+                "since not all ranks have failed alike; what is there of it is no checkpoint, and "
+                "the next save removes it"
+            )
             return
         index = pending.save.rescue(PATIENCE)
         if index is not None:
-            catalog.write_tracker(pending.save.final.parent, pending.state.iteration)
-            iteration = pending.state.iteration
+            catalog.write_tracker(pending.save.final.parent, iteration)
             self._run.say(f"iteration {iteration}, whose save was under way, is saved")
             self._saved(pending.save.final, pending.state)
 
@@ -176,10 +183,11 @@ class Saver:
         final = saving.announced(self._run, state)
         try:
             saving.clear(self._run, final.parent)
+            everything, stored = saving.gathered(self._run, state)
             save = BackgroundSave(
-                saving.contents(self._run),
+                everything,
                 final,
-                saving.facts(self._run, state),
+                stored,
                 self._run.mesh.world,
                 self._buffer,
                 self._lower if priority.settable() else None,
