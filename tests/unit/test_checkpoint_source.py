@@ -90,7 +90,7 @@ def test_ckpt_step_takes_the_one_named_and_lists_those_there_are(tmp_path: Path)
     for until in (2, 4):
         run.train(until).save()
     assert Run(tmp_path, ckpt_step=2).load().state.iteration == 2
-    with pytest.raises(UserError, match=r"--ckpt-step \(3\).*complete ones: 2, 4"):
+    with pytest.raises(UserError, match=r"--ckpt-step \(3\).*complete ones: 2, 4; without"):
         Run(tmp_path, ckpt_step=3).load()
 
 
@@ -170,8 +170,15 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_taken(
         Run(path.parent),
         Run(tmp_path / "new", pretrained_checkpoint=str(path.parent.parent)),
     ):
-        with pytest.raises(DamagedError, match=f"{path.parent} is damaged"):
+        with pytest.raises(DamagedError, match=f"{path.parent} is damaged") as caught:
             named.load()
+        by_step = named.config.ckpt_step is not None
+        if by_step or not folder:
+            assert "besides: 2. --ckpt-step takes one" in str(caught.value)
+        else:  # the other one is elsewhere
+            assert "No other checkpoint in" in str(caught.value)
+        without = "without it the run starts from the newest that is sound"
+        assert (without in str(caught.value)) == by_step
     assert Run(tmp_path, verify_integrity=False).load().state.iteration == 3
 
 

@@ -35,7 +35,7 @@ from megatron.training.checkpoints.contents import (
 )
 from megatron.training.checkpoints.recovery import Local, compared, newest_local, open_source
 from megatron.training.checkpoints.run import CheckpointedRun
-from megatron.training.checkpoints.source import Source, choose
+from megatron.training.checkpoints.source import Source, choose, ways_out
 from megatron.training.processes.rank_zero import from_first
 from megatron.training.state import TrainState
 
@@ -235,9 +235,7 @@ def _sound(
                     return source, local
             except DamagedError as error:
                 if source.is_named:
-                    raise DamagedError(
-                        f"{error}\n--ckpt-step takes another checkpoint of {folder.parent}."
-                    ) from None
+                    raise DamagedError(f"{error}\n{ways_out(config, source.found)}") from None
                 damaged[folder] = str(error)  # `choose` tells it
 
 

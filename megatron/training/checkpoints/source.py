@@ -208,8 +208,24 @@ def _of_step(held: Catalog, others: Sequence[Found], step: int) -> Found:
     reasons = f"\n  {_reasons(held)}" if held.ignored else ""
     raise UserError(
         f"--ckpt-step ({step}): {held.root} has no complete checkpoint of that iteration; "
-        f"complete ones: {there}{reasons}"
+        f"complete ones: {there}; without --ckpt-step the newest of them is taken{reasons}"
     )
+
+
+def ways_out(config: CheckpointConfig, damaged: Found) -> str:
+    """Return what a user can do where the checkpoint that a flag names is damaged."""
+    # A recovery checkpoint of that iteration is not in the folder that holds the others.
+    is_step = config.ckpt_step is not None and config.load is not None
+    root = Path(str(config.load)) if is_step else damaged.folder.parent
+    others = [
+        str(found.name) for found in catalog.scan(root).complete if found.folder != damaged.folder
+    ]
+    if not others:
+        return f"No other checkpoint in {root} is complete."
+    way = f"Complete ones in {root} besides: {', '.join(others)}. --ckpt-step takes one, "
+    if is_step:
+        return f"{way}and without it the run starts from the newest that is sound."
+    return f"{way}with {root} as the folder."
 
 
 def _announce(held: Catalog, chosen: Found, say: Say) -> None:
