@@ -23,69 +23,12 @@ from typing import Any
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.config import Config, option
 from megatron.core.progress import Bar
 from megatron.core.utils import UserError, human_bytes, human_count, nearest
 from megatron.training.arguments import parse_tool, run_main
+from tools.checkpoint_flags import DiffConfig, InspectConfig, VerifyConfig
 
 PROGRAM = "checkpoint"
-
-
-class InspectConfig(Config):
-    """What to look at."""
-
-    load: tuple[str, ...] = option((), metavar="FOLDER")
-    """The checkpoint; may also come first, without the flag."""
-
-    ckpt_step: int | None = option(None)
-    """Iteration to take of a folder of checkpoints; the newest when absent."""
-
-    tensor: tuple[str, ...] = option((), metavar="NAME")
-    """Say which values these tensors have: least, largest, mean, norm, NaN."""
-
-    settings: bool = option(False)
-    """List all settings of the run."""
-
-    json: bool = option(False)
-    """Print one JSON object."""
-
-
-class VerifyConfig(Config):
-    """What to check."""
-
-    load: tuple[str, ...] = option((), metavar="FOLDER")
-    """The checkpoint; may also come first, without the flag."""
-
-    ckpt_step: int | None = option(None)
-    """Iteration to take of a folder of checkpoints; when absent, the one that a run would
-    start from, and then what such a run would pass over counts as damage."""
-
-    all: bool = option(False)
-    """Check every checkpoint of the folder."""
-
-
-class DiffConfig(Config):
-    """What to compare."""
-
-    load: tuple[str, ...] = option((), metavar="FOLDER")
-    """Two checkpoints; may also come first, without the flag."""
-
-    ckpt_step: int | None = option(None)
-    """Iteration to take where a folder of checkpoints is given; the newest when absent."""
-
-    only: tuple[str, ...] = option((), metavar="BEGINNING")
-    """Compare only tensors whose names begin so, such as model. or optimizer.exp_avg."""
-
-    tolerance: float = option(0.0)
-    """Values as far apart as this, or by this share of the larger one, count as equal; then
-    another dtype is no difference either. 0 is exact, but for the sign of zero."""
-
-    json: bool = option(False)
-    """Print one JSON object."""
-
-    def __post_init__(self) -> None:
-        if not self.tolerance >= 0:
-            raise UserError(f"--tolerance ({self.tolerance}) must not be negative")
 
 
 def one_folder(load: Sequence[str], verb: str) -> str:
@@ -101,7 +44,7 @@ def one_folder(load: Sequence[str], verb: str) -> str:
 
 def inspect(words: Sequence[str]) -> int:
     """Say what is in a checkpoint."""
-    config = parse_tool(words, InspectConfig, PROGRAM, leading="load").config
+    config = parse_tool(words, InspectConfig, f"{PROGRAM} inspect", leading="load").config
     from tools.checkpoint_reading import described, open_checkpoint
 
     with open_checkpoint(one_folder(config.load, "inspect"), config.ckpt_step) as source:
@@ -111,7 +54,11 @@ def inspect(words: Sequence[str]) -> int:
             meant = nearest(f"model.{unknown[0].removeprefix('model.')}", source.tensors)
             raise UserError(
                 f"--tensor {unknown[0]}: {source.folder} has no such tensor"
-                + f"; did you mean {' or '.join(meant)}?" * bool(meant)
+                + (
+                    f"; did you mean {' or '.join(meant)}?"
+                    if meant
+                    else f"; {PROGRAM}.py inspect {config.load[0]} lists them"
+                )
             )
         if config.tensor:
             from megatron.core.dist_checkpointing.statistics import statistics
@@ -181,7 +128,7 @@ def inspect_lines(found: Mapping[str, Any], config: InspectConfig) -> list[str]:
 
 def verify(words: Sequence[str]) -> int:
     """Compare every byte with its checksum; return 1 and list what is damaged."""
-    config = parse_tool(words, VerifyConfig, PROGRAM, leading="load").config
+    config = parse_tool(words, VerifyConfig, f"{PROGRAM} verify", leading="load").config
     from tools.checkpoint_reading import claimed, has_checksums
 
     folder = one_folder(config.load, "verify")
@@ -204,21 +151,32 @@ def verify(words: Sequence[str]) -> int:
 
 def diff(words: Sequence[str]) -> int:
     """Say where two checkpoints differ; return 1 if they do."""
-    config = parse_tool(words, DiffConfig, PROGRAM, leading="load").config
+    config = parse_tool(words, DiffConfig, f"{PROGRAM} diff", leading="load").config
     if len(config.load) != 2:
         raise UserError(f"diff takes two checkpoints, not {len(config.load)}: diff ONE OTHER")
-    from tools.checkpoint_reading import compared, open_checkpoint
+    from tools.checkpoint_comparing import compared
+    from tools.checkpoint_reading import is_hub_folder, open_checkpoint
 
     one, other = config.load
+    theirs = [folder for folder in config.load if is_hub_folder(Path(folder))]
+    if len(theirs) == 1:
+        raise UserError(
+            f"{theirs[0]} is in the format of the transformers library, whose tensors have other "
+            f"names and shapes; convert it first: {PROGRAM}.py convert --load {theirs[0]} "
+            "--save FOLDER"
+        )
     with (
         open_checkpoint(one, config.ckpt_step) as left,
         open_checkpoint(other, config.ckpt_step) as right,
     ):
         names = {*left.tensors, *right.tensors}
-        for beginning in config.only:
-            if not any(name.startswith(beginning) for name in names):
-                raise UserError(f"--only {beginning}: neither has a tensor whose name begins so")
-        found = compared(left, right, config.only, config.tolerance)
+        for flag, beginnings in (("--only", config.only), ("--ignore", config.ignore)):
+            for beginning in beginnings:
+                if not any(name.startswith(beginning) for name in names):
+                    raise UserError(
+                        f"{flag} {beginning}: neither has a tensor whose name begins so"
+                    )
+        found = compared(left, right, config.tolerance, only=config.only, ignore=config.ignore)
     if config.json:
         print(json.dumps(found, indent=1))
     else:
@@ -247,8 +205,12 @@ def diff_lines(found: Mapping[str, Any], one: str, other: str) -> list[str]:
     for name, (a, b) in found["facts"].items():
         lines.append(f"fact {name}: {a!r} and {b!r}")
     verdict = "equal" if found["equal"] else "different"
+    noted = len(found["tensors"]) - found["different"]
     lines.append(
-        f"{found['compared']} tensors compared, {len(found['tensors'])} to name: {verdict}"
+        f"{found['compared']} tensors compared, {found['different']} different"
+        + f" ({noted} more named that do not count)" * bool(noted)
+        + f", {found['different_facts']} facts different" * bool(found["different_facts"])
+        + f": {verdict}"
     )
     return lines
 

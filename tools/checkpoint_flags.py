@@ -1,4 +1,4 @@
-"""What may be asked of the writing part of `checkpoint.py`: formats, and flags, old ones too."""
+"""What may be asked of `checkpoint.py`: flags of its verbs, formats, and words of the old tool."""
 
 from typing import Literal
 
@@ -52,6 +52,66 @@ def format_named(text: str) -> str:
     if word not in known:
         raise UserError(f"{text!r} is no format of checkpoints; there are {', '.join(known)}")
     return word
+
+
+class InspectConfig(Config):
+    """What to look at."""
+
+    load: tuple[str, ...] = option((), metavar="FOLDER")
+    """The checkpoint; may also come first, without the flag."""
+
+    ckpt_step: int | None = option(None)
+    """Iteration to take of a folder of checkpoints; the newest when absent."""
+
+    tensor: tuple[str, ...] = option((), metavar="NAME")
+    """Say which values these tensors have: least, largest, mean, norm, NaN."""
+
+    settings: bool = option(False)
+    """List all settings of the run."""
+
+    json: bool = option(False)
+    """Print one JSON object."""
+
+
+class VerifyConfig(Config):
+    """What to check."""
+
+    load: tuple[str, ...] = option((), metavar="FOLDER")
+    """The checkpoint; may also come first, without the flag."""
+
+    ckpt_step: int | None = option(None)
+    """Iteration to take of a folder of checkpoints; when absent, the one that a run would
+    start from, and then what such a run would pass over counts as damage."""
+
+    all: bool = option(False)
+    """Check every checkpoint of the folder."""
+
+
+class DiffConfig(Config):
+    """What to compare."""
+
+    load: tuple[str, ...] = option((), metavar="FOLDER")
+    """Two checkpoints; may also come first, without the flag."""
+
+    ckpt_step: int | None = option(None)
+    """Iteration to take where a folder of checkpoints is given; the newest when absent."""
+
+    only: tuple[str, ...] = option((), metavar="BEGINNING")
+    """Compare only tensors whose names begin so, such as model. or optimizer.exp_avg."""
+
+    ignore: tuple[str, ...] = option((), metavar="BEGINNING")
+    """Leave out tensors whose names begin so, such as random. (generators)."""
+
+    tolerance: float = option(0.0)
+    """Values as far apart as this, or by this share of the larger one, count as equal; then
+    another dtype is no difference either. 0 is exact, but for the sign of zero."""
+
+    json: bool = option(False)
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0:
+            raise UserError(f"--tolerance ({self.tolerance}) must not be negative")
 
 
 class ReshardConfig(Config):

@@ -1,7 +1,7 @@
-"""What `checkpoint.py` reads: checkpoints are opened, described, compared (a part of that tool)."""
+"""What `checkpoint.py` reads: checkpoints are opened and described (a part of that tool)."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,10 @@ from megatron.core.dist_checkpointing.boxes import volume, whole_box
 from megatron.core.dist_checkpointing.detect import format_of
 from megatron.core.dist_checkpointing.format import StoredTensor
 from megatron.core.dist_checkpointing.reader import Checkpoint
-from megatron.core.dist_checkpointing.statistics import difference
-from megatron.core.progress import Bar
 from megatron.core.utils import UserError
 from megatron.training.checkpoints import source as sources
 from megatron.training.checkpoints.contents import OPTIMIZER, RANDOM, WEIGHTS
 from megatron.training.recovery_config import SUBFOLDER
-
-# Facts that say when and where a checkpoint was written, and the run's settings: they are listed
-# where they differ, but two checkpoints are not different for it.
-ASIDE = ("environment", "config")
-# Facts that say nothing where a checkpoint lacks them.
-OPTIONAL = (*ASIDE, "vocabulary", "tokenizer", "objective", "hugging_face")
 
 
 def say(line: str) -> None:
@@ -155,93 +147,3 @@ def described(source: Checkpoint) -> dict[str, Any]:
         "parts": parts,
         "tensors": tensors,
     }
-
-
-def compared(
-    left: Checkpoint, right: Checkpoint, only: Sequence[str], tolerance: float
-) -> dict[str, Any]:
-    """Return where two checkpoints differ, as JSON has it.
-
-    Rows that pad one of them are left out. Facts count, but for those of `ASIDE`; where only
-    some tensors are compared they are left out.
-    """
-    keys = sorted(left.tensors.keys() | right.tensors.keys())
-    keys = [key for key in keys if not only or key.startswith(tuple(only))]
-    both = [key for key in keys if key in left.tensors and key in right.tensors]
-    total = sum(tensor_bytes(side.tensors[key]) for side in (left, right) for key in both)
-    tensors: dict[str, Any] = {}
-    counted = False
-    with Bar(total, "compared") as bar:
-        for key in keys:
-            entry = _compared(key, left, right, tolerance, bar)
-            if entry:
-                tensors[key] = entry
-            counted |= bool(entry) and not (tolerance and entry.keys() == {"dtype"})
-    facts = {} if only else _unequal_facts(left.facts, right.facts)
-    counted |= any(not name.startswith(ASIDE) for name in facts)
-    return {"equal": not counted, "compared": len(both), "tensors": tensors, "facts": facts}
-
-
-def _compared(
-    key: str, left: Checkpoint, right: Checkpoint, tolerance: float, bar: Bar
-) -> dict[str, Any]:
-    """Return what differs of one tensor; nothing if it is equal."""
-    a, b = left.tensors.get(key), right.tensors.get(key)
-    if a is None or b is None:
-        return {"only": "left" if b is None else "right"}
-    entry: dict[str, Any] = {}
-    if a.dtype != b.dtype:
-        entry["dtype"] = [a.dtype, b.dtype]
-    shape = _common_shape(a, b)
-    if shape is None:
-        return {**entry, "shape": [list(tensor.shape) for tensor in (a, b)]}
-    found = difference(key, shape, left.read, right.read, tolerance, bar)
-    if found.different:
-        entry |= {
-            "elements": found.elements,
-            "different": found.different,
-            "max_absolute": found.max_absolute,
-            "max_relative": found.max_relative,
-            "first": list(found.first or ()),
-            "first_values": list(found.first_values or ()),
-        }
-    return entry
-
-
-def _common_shape(a: StoredTensor, b: StoredTensor) -> tuple[int, ...] | None:
-    """Return the shape of two tensors, without rows that pad one of them; None if they differ."""
-    if a.shape == b.shape:
-        return a.shape
-    if not a.shape or a.shape[1:] != b.shape[1:]:
-        return None
-    less, more = sorted((a, b), key=lambda tensor: tensor.shape[0])
-    return less.shape if more.shape[0] - less.shape[0] < more.padded_to else None
-
-
-def _unequal_facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return which facts differ; some say nothing where a checkpoint lacks them."""
-    a, b = _flat(left), _flat(right)
-    names = sorted((a.keys() | b.keys()) - {"published"})
-    return {
-        name: [a.get(name), b.get(name)]
-        for name in names
-        if a.get(name) != b.get(name)
-        and not (name.startswith(OPTIONAL) and not _says_something(name, a, b))
-    }
-
-
-def _says_something(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether both have a fact; a setting may be None, others of that value are absent."""
-    if name.startswith("config."):
-        return name in a and name in b
-    return None not in (a.get(name), b.get(name))
-
-
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

@@ -20,13 +20,14 @@ PROGRAM = "checkpoint"
 
 def reshard(words: Sequence[str]) -> int:
     """Copy a checkpoint into large boxes."""
-    config = parse_tool(words, ReshardConfig, PROGRAM).config
+    config = parse_tool(words, ReshardConfig, f"{PROGRAM} reshard").config
     check_folder("--save", config.save)
     from megatron.core.dist_checkpointing.format import FORMAT
     from megatron.training.checkpoints import remade
     from tools.checkpoint_reading import open_checkpoint, say
 
-    say("no layout needs this: a checkpoint in this project's format is read by any as it is")
+    if config.optim and config.params_dtype is None:
+        say("no layout needs this: a checkpoint in this project's format is read by any as it is")
     dtype = None if config.params_dtype is None else remade.PRECISIONS[config.params_dtype]
     with open_checkpoint(config.load, config.ckpt_step) as source:
         if source.format != FORMAT:
@@ -40,7 +41,7 @@ def reshard(words: Sequence[str]) -> int:
 
 def convert(words: Sequence[str]) -> int:
     """Bring a checkpoint into another format."""
-    config = parse_tool(words, ConvertConfig, PROGRAM, others=OTHERS).config
+    config = parse_tool(words, ConvertConfig, f"{PROGRAM} convert", others=OTHERS).config
     from tools.checkpoint_reading import is_hub_folder, say
 
     _refuse_targets(config, say)
@@ -166,9 +167,15 @@ def _convert_ours(config: ConvertConfig) -> int:
 
 def write_torch_dist(save: str, name: "Name", view: "View") -> None:
     """Write a checkpoint of Megatron-core's and, in a folder without one, the tracker."""
-    from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
+    from megatron.core.dist_checkpointing.megatron_formats.export import (
+        export_torch_dist,
+        left_out,
+    )
+    from tools.checkpoint_reading import say
 
     final = _new_folder(save, name)
+    if without := left_out(view):
+        say(f"torch_dist has no place for {without}")
     with Bar(sum(shape.bytes for shape in view.shapes.values()), "wrote") as bar:
         export_torch_dist(view, final, bar)
     _track(Path(save), name)

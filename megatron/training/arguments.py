@@ -251,7 +251,7 @@ def parse_tool(
     Args:
         argv: words after the program's name; the process's own when absent.
         config_class: the tool's flags.
-        program: its name.
+        program: its name, and its verb after a space.
         dry_run: it heeds ``invocation.dry_run``; else --dry-run is refused.
         leading: field that takes the words before the first flag.
         others: flags that it understands and does not declare.
@@ -265,7 +265,7 @@ def parse_tool(
         words.insert(0, configs.flag_of(config_class, leading))
     calls = ("config", "dump_config", *(("dry_run",) if dry_run else ()))
     table = {row.flag: row for row in others} | ({} if dry_run else _no_dry_run(program))
-    parsed, values, origins = _read(words, config_class, program, calls, table)
+    parsed, values, origins = _read(words, config_class, program, calls, table, leading=leading)
     config, flat, derived = _resolve(config_class, {**(base or {}), **values})
     full = _origins(flat, origins, derived)
     applied = parsed.applied
@@ -328,6 +328,7 @@ def _read(
     calls: Sequence[str],
     table: Mapping[str, Row],
     plans: bool = False,
+    leading: str | None = None,
 ) -> tuple[_Parsed, dict[str, Any], dict[str, Origin]]:
     """Return what was given, by name, without resolving it.
 
@@ -338,12 +339,13 @@ def _read(
         calls: fields of `Invocation` that it has flags for.
         table: flags that it understands and does not declare.
         plans: nothing is trained, so that what a dry run accepts is accepted.
+        leading: field that takes the words before the first flag.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     invoked = configs.specs(Invocation)
     declared = {name: invoked[name] for name in calls} | configs.specs(config_class)
     if {"--help", "-h"} & set(words):
-        print(help_text.render(declared, program))
+        print(help_text.render(declared, program, leading))
         sys.exit(0)
     vocabulary = Vocabulary(declared, table)
     given = read_command_line(words, vocabulary)

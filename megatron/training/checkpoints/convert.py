@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core import comm
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist
+from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist, left_out
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.mesh import Mesh
 from megatron.core.progress import Bar
@@ -46,6 +46,8 @@ def _convert(config: CheckpointConfig, say: Say, goes_on: Callable[[], None]) ->
                 damages = checkpoint.damages(told=bar)
             if damages:
                 raise DamagedError(f"{found.folder} is damaged:\n  " + "\n  ".join(damages))
+        if without := left_out(checkpoint):
+            say(f"{config.ckpt_convert_format} has no place for {without}")
         try:
             with Bar(stored, "wrote", goes_on) as bar:
                 export_torch_dist(checkpoint, target, bar)

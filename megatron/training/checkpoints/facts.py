@@ -82,7 +82,7 @@ def follow(
     """
     if run.schedule is None or facts.get("schedule") is None:
         return run.schedule
-    stored = _stored_schedule(facts["schedule"], run.schedule, run.config)
+    stored = completed_schedule(facts["schedule"], run.schedule, run.config)
     use_stored = config.use_checkpoint_opt_param_scheduler
     if use_stored and (stored.decoupled_lr is None) != (run.schedule.decoupled_lr is None):
         there = "has no" if stored.decoupled_lr is None else "has a"
@@ -125,10 +125,10 @@ def check_rule(facts: Mapping[str, Any], run: RunFacts, folder: Path) -> None:
             return
 
 
-def _stored_schedule(
+def completed_schedule(
     stored: Mapping[str, Any], current: Schedule, config: Mapping[str, Any]
 ) -> Schedule:
-    """Return the checkpoint's schedule; what it leaves out is as the run has it.
+    """Return a checkpoint's schedule; what it leaves out is as in ``current``.
 
     Megatron-LM counts in samples where its run was counted in iterations. Where the run's batches
     divide the lengths they stand in iterations here.

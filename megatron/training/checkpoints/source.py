@@ -204,11 +204,13 @@ def _of_step(held: Catalog, others: Sequence[Found], step: int) -> Found:
     for found in (*held.complete, *others):
         if found.name == step:
             return found if found.local else catalog.opened(found)
-    there = ", ".join(str(found.name) for found in (*held.complete, *others)) or "none"
+    there = ", ".join(str(found.name) for found in (*held.complete, *others))
     reasons = f"\n  {_reasons(held)}" if held.ignored else ""
     raise UserError(
         f"--ckpt-step ({step}): {held.root} has no complete checkpoint of that iteration; "
-        f"complete ones: {there}; without --ckpt-step the newest of them is taken{reasons}"
+        f"complete ones: {there or 'none'}"
+        + "; without --ckpt-step the newest of them is taken" * bool(there)
+        + reasons
     )
 
 

@@ -9,10 +9,18 @@ WIDTH = 100
 INDENT = 6
 
 
-def render(declared: Mapping[str, Spec], program: str) -> str:
-    """Return the whole help of a program with these flags."""
+def render(declared: Mapping[str, Spec], program: str, leading: str | None = None) -> str:
+    """Return the whole help of a program with these flags.
+
+    Args:
+        declared: the flags, by field.
+        program: its name, and its verb after a space.
+        leading: field that takes the words before the first flag.
+    """
+    name, _, verb = program.partition(" ")
+    first = f"[{placeholder(declared[leading])}]" if leading is not None else ""
     lines = [
-        f"usage: {program}.py [--FLAG [VALUE ...]] ...",
+        " ".join(filter(None, (f"usage: {name}.py", verb, first, "[--FLAG [VALUE ...]] ..."))),
         "",
         "Underscores may stand for hyphens, also inside integers; a repeated flag takes its last",
         "value; a switch has a negative form. docs/flags.md lists the flags of Megatron-LM that",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.format import INDEX, read_index, write_index
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.utils import UserError
 from tests.end_to_end.checkpoint_tool.words import TRAIN, Tool, flip
@@ -125,15 +126,17 @@ def test_inspect_says_what_values_a_tensor_has(
         values = source.read(name)
     assert found["min"] == values.min().item() and found["elements"] == 12
     assert found["norm"] == pytest.approx(values.double().norm().item())
-    with pytest.raises(UserError, match="has no such tensor"):
+    with pytest.raises(UserError, match=f"has no such tensor; .* inspect {run} lists them"):
         tool("inspect", run, "--tensor", "nothing")
+    with pytest.raises(UserError, match="has no such tensor; did you mean model.decoder.final"):
+        tool("inspect", run, "--tensor", "decoder.final_layernorm.weights")
 
 
 def test_a_copy_is_equal_and_one_step_is_not(
     run: Path, copy: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tool("diff", run, copy) == 0
-    assert "57 tensors compared, 0 to name: equal" in capsys.readouterr().out
+    assert "57 tensors compared, 0 different: equal" in capsys.readouterr().out
     one, two = run / "iter_0000001", run / "iter_0000002"
     assert tool("diff", one, two, "--json") == 1
     found = json.loads(capsys.readouterr().out)
@@ -159,7 +162,7 @@ def test_a_changed_bit_is_found_where_it_is(
     assert tool("diff", run, copy) == 1
     out = capsys.readouterr().out
     assert f"{key}: 1 of 12 values differ" in out and "first at [3]" in out
-    assert "57 tensors compared, 1 to name: different" in out
+    assert "57 tensors compared, 1 different: different" in out
 
 
 def test_what_only_one_has_is_named(
@@ -196,3 +199,54 @@ def test_diff_lists_a_setting_that_was_given_to_one_run_alone(
     capsys.readouterr()
     assert tool("diff", run, tmp_path) == 1
     assert "fact config.save_keep_last: None and 2" in capsys.readouterr().out
+
+
+def test_generators_that_one_has_are_named_and_do_not_decide(
+    run: Path, copy: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = read_index(copy / "iter_0000002")
+    index.tensors["random.00001"] = index.tensors["random.00000"]
+    write_index(index, copy / "iter_0000002" / INDEX)
+    assert tool("diff", run, copy) == 0
+    out = capsys.readouterr().out
+    assert f"random.00001: only in {copy}" in out
+    assert "57 tensors compared, 0 different (1 more named that do not count): equal" in out
+    index.tensors["other"] = index.tensors.pop("random.00001")
+    write_index(index, copy / "iter_0000002" / INDEX)
+    assert tool("diff", run, copy, "--ignore", "random.") == 1
+    assert "56 tensors compared, 1 different: different" in capsys.readouterr().out
+    assert tool("diff", run, copy, "--ignore", "random.", "other") == 0
+    with pytest.raises(UserError, match="--ignore rng: neither has a tensor"):
+        tool("diff", run, copy, "--ignore", "rng")
+
+
+def test_a_tolerance_takes_another_dtype_and_the_count_agrees(
+    imported: Path, run: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("diff", imported, run / "iter_0000001", "--only", "model.")
+    assert tool(*words, "--tolerance", 0.1) == 0
+    out = capsys.readouterr().out
+    assert out.count("dtype float32 and bfloat16") == 14
+    assert "14 tensors compared, 0 different (14 more named that do not count): equal" in out
+    assert tool(*words) == 1
+    assert "14 tensors compared, 14 different: different" in capsys.readouterr().out
+
+
+def test_a_model_of_the_transformers_library_is_converted_before_a_comparison(
+    theirs: Path, run: Path, tool: Tool
+) -> None:
+    for pair in ((theirs, run), (run, theirs)):
+        with pytest.raises(UserError, match=f"convert it first: .* --load {theirs} --save FOLDER"):
+            tool("diff", *pair)
+
+
+@pytest.mark.parametrize(
+    ("verb", "begins"),
+    [("inspect", "inspect [FOLDER ...] [--FLAG"), ("reshard", "reshard [--FLAG")],
+)
+def test_help_shows_the_verb_and_what_comes_before_flags(
+    verb: str, begins: str, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        tool(verb, "--help")
+    assert capsys.readouterr().out.startswith(f"usage: checkpoint.py {begins}")

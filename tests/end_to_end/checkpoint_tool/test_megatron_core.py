@@ -68,3 +68,21 @@ def test_a_run_reaches_the_transformers_library_by_way_of_megatron_core(
     for folder in ("by_way", "straight"):
         assert (tmp_path / folder / "config.json").exists()
     assert tool("diff", tmp_path / "straight", tmp_path / "by_way") == 0
+
+
+def test_by_way_of_megatron_core_generators_stay_behind_and_the_schedule_is_the_same(
+    run: Path, tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-core's schedule counts in samples, and does not say where the warm-up begins."""
+    words = ("convert", "--load", run, "--save", tmp_path / "mcore", "--to", "torch_dist")
+    assert tool(*words) == 0
+    said = "torch_dist has no place for the generators of 1 rank(s): whoever goes on starts"
+    assert said in capsys.readouterr().err
+    assert tool("convert", "--load", tmp_path / "mcore", "--save", tmp_path / "back") == 0
+    for other in ("mcore", "back"):
+        capsys.readouterr()
+        tool("diff", run, tmp_path / other)
+        out = capsys.readouterr().out
+        assert "fact schedule" not in out and f"random.00000: only in {run}" in out
+        assert "fact parts.random: True and False" in out
+        assert "0 different (1 more named" in out and out.endswith(": equal\n")

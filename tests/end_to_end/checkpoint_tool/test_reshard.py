@@ -20,6 +20,7 @@ def test_a_reshard_holds_the_same_in_few_boxes(
 ) -> None:
     target = tmp_path / "copy"
     assert tool("reshard", "--load", run, "--save", target, "--files", files) == 0
+    assert "no layout needs this" in capsys.readouterr().err
     assert tool("diff", run, target) == 0 and tool("verify", target) == 0
     assert catalog.read_tracker(target) == 2
     with Checkpoint(target / "iter_0000002") as made, Checkpoint(run / "iter_0000002") as source:
@@ -34,10 +35,11 @@ def test_a_reshard_holds_the_same_in_few_boxes(
 
 
 def test_weights_alone_in_another_dtype_come_from_their_masters(
-    run: Path, tmp_path: Path, tool: Tool
+    run: Path, tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--load", run, "--save", tmp_path, "--params-dtype", "fp32", "--no-optim")
     assert tool("reshard", *words) == 0
+    assert "no layout needs this" not in capsys.readouterr().err
     with (
         Checkpoint(tmp_path / "iter_0000002") as made,
         Checkpoint(run / "iter_0000002") as source,

@@ -43,6 +43,8 @@ from megatron.core.sharding import Box
 
 LARGEST = 256 * 2**20
 """Bytes of a chunk; larger tensors are cut between rows."""
+_EXPORTED = ("model", "optimizer")
+"""What the names of our tensors begin with that have one of theirs."""
 _DATA = "__0_0.distcp"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
@@ -84,6 +86,18 @@ def export_torch_dist(
         check_space(partial, sum(entry.bytes for entry in entries.values()))
         _write(reader, entries, common, partial, folder.name, told)
         put_in_place(partial, folder)
+
+
+def left_out(reader: Reader) -> str:
+    """Return in words what of a checkpoint an export does not hold; nothing where it holds all."""
+    others = sorted(key for key in reader.tensors if key.partition(".")[0] not in _EXPORTED)
+    generators = [key for key in others if key.startswith("random.")]
+    lost = [key for key in others if key not in generators]
+    if generators:
+        lost.append(
+            f"the generators of {len(generators)} rank(s): whoever goes on starts from its seed"
+        )
+    return ", ".join(lost)
 
 
 def _entries(reader: Reader) -> dict[str, _Entry]:
