@@ -127,8 +127,8 @@ def test_the_table_of_other_flags_holds_for_files_too(tmp_path: Path) -> None:
     parsed = run(f"--config {path}")
     assert parsed.config.schedule.override_opt_param_scheduler
     assert "--data-impl mmap" in parsed.no_effect
-    path.write_text(json.dumps({"num_experts": 8}))
-    assert "--num-experts 8" in refused(f"--config {path}")
+    path.write_text(json.dumps({"save_tokens_per_expert_interval": 8}))
+    assert "--save-tokens-per-expert-interval 8" in refused(f"--config {path}")
 
 
 @pytest.mark.parametrize(
