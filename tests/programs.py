@@ -152,9 +152,16 @@ def assert_rows_equal(found: Rows, expected: Rows) -> None:
     for here, there in zip(found, expected, strict=True):
         assert here.keys() == there.keys()
         for name, value in there.items():
-            if isinstance(value, float):
-                value = pytest.approx(value, rel=1e-10, abs=0)
-            assert here[name] == value, f"{name} of iteration {there['iteration']}"
+            assert here[name] == _nearly(value), f"{name} of iteration {there['iteration']}"
+
+
+def _nearly(value: Any) -> Any:
+    """Return what equals ``value`` where its numbers are equal to 1e-10."""
+    if isinstance(value, dict):
+        return {name: _nearly(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_nearly(one) for one in value]
+    return pytest.approx(value, rel=1e-10, abs=0) if isinstance(value, float) else value
 
 
 def free_port() -> int:

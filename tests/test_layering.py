@@ -46,7 +46,7 @@ LINES = (
     "batch_size devices external failing flags memory process_config recovery_config shell signals "
     "state timers",
     "checkpoint_config log_config loop_config",
-    "batches config replica_check",
+    "batches config expert_loads replica_check",
     "data garbage health objective processes profiling startup stopping wording",
     "agreement checkpoints data_trace idle_data idle_experts idle_layout layout_rules passes "
     + "records",

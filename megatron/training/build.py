@@ -116,4 +116,5 @@ def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
         prepare,
         model.router.loss_weights if routers else {},
         routers,
+        model.moe.num_experts or 0,
     )

@@ -10,6 +10,7 @@ def idle_experts(config: RunConfig) -> dict[str, str]:
     if moe.num_experts is None:
         idle = dict.fromkeys((*moe.flatten(), *router.flatten()), "no --num-experts")
         del idle["num_experts"]
+        idle["moe_per_layer_logging"] = "no --num-experts"
         return idle
     idle, sizes = {}, config.parallel
     if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:

@@ -33,6 +33,10 @@ class LoggingConfig(Config):
     timing_log_option: Literal["max", "minmax", "all"] = option("minmax")
     """How the ranks' timers are shown."""
 
+    moe_per_layer_logging: bool = option(False)
+    """Log loads of experts and losses of routers of every layer: lines beside the training line,
+    tags in TensorBoard and W&B. (The metrics file has them in any case.)"""
+
     tensorboard_dir: str | None = option(None, metavar="DIR")
     """Folder for TensorBoard."""
 

@@ -109,7 +109,13 @@ class LoopParts:
         writers: list[Writer] = []
         if self._mesh.rank == 0 and not config.training.skip_train:
             writers = open_writers(config, self._state.iteration)
-        return Metrics(facts, writers, self._around.say, show_throughput=logging.log_throughput)
+        return Metrics(
+            facts,
+            writers,
+            self._around.say,
+            show_throughput=logging.log_throughput,
+            show_experts=logging.moe_per_layer_logging,
+        )
 
     def passes(self) -> Passes:
         """Return what takes microbatches through the model's chunks."""

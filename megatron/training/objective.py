@@ -36,11 +36,14 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.mesh import Mesh
+from megatron.core.transformer.moe.balanced import Balance
 from megatron.training.batches import Batch
+from megatron.training.expert_loads import Counted, Loads, LoadSums
 
 Masked = tuple[Tensor, Tensor]
 """A loss per token, and its mask."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
+NO_EXPERTS = Counted()
 
 
 class TokenLosses(NamedTuple):
@@ -80,6 +83,8 @@ class Totals(NamedTuple):
     stop_file: float
     auxiliary: Mapping[str, float] = NOTHING
     """Numerators of the auxiliary losses, by name."""
+    loads: Loads | None = None
+    """How tokens fell on experts, where the model has some and trains; on the device."""
 
     @property
     def loss(self) -> float:
@@ -115,8 +120,10 @@ class Objective:
     """Adds to a microbatch, before its samples are cut over ranks, what auxiliary losses need."""
     balanced: Mapping[str, float] = field(default_factory=dict)
     """Weights of the losses of routers, by name."""
-    routers: int = 0
-    """Layers with routers in the whole model."""
+    routers: tuple[int, ...] = ()
+    """Numbers of the layers with routers in the whole model."""
+    num_experts: int = 0
+    """Of each of those."""
 
     def nominal(self, samples: int, micro_batch_size: int, seq_length: int) -> float:
         """Return the denominator of a global batch in which every token is valid."""
@@ -172,7 +179,8 @@ class Accumulator:
     """Sums the terms of this rank's microbatches, on the device, in fp64.
 
     ``auxiliary`` names the auxiliary losses, and ``balanced`` those of routers, alike on all ranks.
-    ``counts`` is false where another rank adds the same terms.
+    ``counts`` is false where another rank adds the same terms; ``counted`` says what is counted of
+    experts.
     """
 
     def __init__(
@@ -182,9 +190,11 @@ class Accumulator:
         balanced: Sequence[str] = (),
         *,
         counts: bool = True,
+        counted: Counted = NO_EXPERTS,
     ) -> None:
         self._mesh, self._names, self._counts = mesh, (*auxiliary, *balanced), counts
         self._first = 3 + len(auxiliary)
+        self._loads = LoadSums(counted, mesh.device)
         self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=mesh.device)
 
     def add(
@@ -199,17 +209,25 @@ class Accumulator:
             numbers = torch.stack([numerator, denominator, tokens, *auxiliary])
             self._sums[: self._first] += numbers.detach().double()
 
-    def add_balanced(self, means: Mapping[str, Tensor], share: Tensor) -> None:
-        """Add what the routers of a chunk lost on one microbatch, equal on all ranks that share it.
+    def add_balanced(
+        self, balance: Balance, numbers: Mapping[int, int], share: Tensor | None
+    ) -> None:
+        """Add what the routers of a chunk noted on one microbatch.
 
         Args:
-            means: of this chunk's layers, summed, over the number of all layers; by name.
-            share: the denominator of the microbatch.
+            balance: of the microbatch; its losses are equal on all ranks that share it.
+            numbers: of the layers in the whole model.
+            share: the denominator of the microbatch, where routers have losses.
         """
-        if self._mesh.tp.coordinate == self._mesh.cp.coordinate == 0:
+        if self._mesh.tp.coordinate or self._mesh.cp.coordinate:
+            share = None
+        for layer, noted in balance.noted.items():
+            self._loads.add(numbers[layer], noted, share)
+        if share is not None:
+            layers, sums = len(self._loads.counted.layers), balance.sums()
             for number, name in enumerate(self._names[self._first - 3 :], self._first):
-                if name in means:
-                    self._sums[number] += means[name].double() * share
+                if name in sums:
+                    self._sums[number] += sums[name].double() / layers * share
 
     def reduce(self, seen: tuple[bool, bool, bool] = (False, False, False)) -> Totals:
         """Return the sums over the world; a collective, and the one wait for the device.
@@ -219,9 +237,15 @@ class Accumulator:
         """
         bad = (~torch.isfinite(self._sums).all()).double().reshape(1)
         mine = torch.tensor(seen, dtype=torch.float64, device=self._sums.device)
-        vector = torch.cat([self._sums, bad, bad * self._mesh.rank, mine])
+        loads_LX = self._loads.sums_LX
+        vector = torch.cat([self._sums, bad, bad * self._mesh.rank, mine, loads_LX.flatten()])
         with comm.waiting("the sums over the world"):
             comm.all_reduce(vector, self._mesh.world)
-            numbers, further = vector.tolist(), len(self._names)
+            numbers, further = vector[: len(vector) - loads_LX.numel()].tolist(), len(self._names)
         auxiliary = dict(zip(self._names, numbers[3 : 3 + further], strict=True))
-        return Totals(*numbers[:3], *numbers[3 + further :])._replace(auxiliary=auxiliary)
+        totals = Totals(*numbers[:3], *numbers[3 + further :])._replace(auxiliary=auxiliary)
+        if not loads_LX.numel():
+            return totals
+        summed_LX = vector[len(vector) - loads_LX.numel() :].view_as(loads_LX)
+        loads = Loads(self._loads.counted, summed_LX, totals.denominator)
+        return totals._replace(loads=loads)

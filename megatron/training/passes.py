@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.layers import postponing
 from megatron.core.transformer.moe.balanced import Balance
 from megatron.core.utils import divide
 from megatron.training.batches import Batch
+from megatron.training.expert_loads import Counted, layer_numbers
 from megatron.training.objective import Accumulator, Objective, TokenLosses
 from megatron.training.timers import Timers
 
@@ -91,6 +92,7 @@ class Passes:
         self.placement = placement or Placement(1)
         self.activation = activation or Activation(width=0, dtype=torch.float32)
         self.timers, self._observe = timers, observe
+        self._numbers = layer_numbers(chunks)
         assert len(chunks) == self.placement.num_chunks, f"{len(chunks)} chunks"
         last, self._last_chunk = self.placement.owner(self.placement.num_stages - 1)
         self.holds_last = last == self.mesh.pp.coordinate
@@ -107,12 +109,16 @@ class Passes:
     def accumulator(self, *, trains: bool = True) -> Accumulator:
         """Return sums that count this rank's losses, if it is one whose losses count.
 
-        Routers have losses where the model ``trains``.
+        Routers have losses, and their loads are counted, where the model ``trains``.
         """
         # Losses exist on the last stage, equal on all tensor-parallel ranks: one of them counts.
         counts = self.holds_last and self.mesh.tp.coordinate == 0
         balanced = tuple(self.objective.balanced) if trains else ()
-        return Accumulator(self.mesh, tuple(self.objective.auxiliary), balanced, counts=counts)
+        counted = Counted()
+        if trains:
+            counted = Counted(self.objective.routers, self.objective.num_experts, balanced)
+        names = tuple(self.objective.auxiliary)
+        return Accumulator(self.mesh, names, balanced, counts=counts, counted=counted)
 
     def train(
         self,
@@ -144,10 +150,8 @@ class Passes:
             batch, share = feed.use(number), feed.share_of(number)
             balance = self._balance(chunk, batch, None if share is None else share / divisor)
             out = self.forward_step(self.chunks[chunk], batch, x, key_of(number))
-            if balance is not None and share is not None:
-                routers = self.objective.routers
-                means = {name: total / routers for name, total in balance.sums().items()}
-                sums.add_balanced(means, share)
+            if balance is not None:
+                sums.add_balanced(balance, self._numbers, share)
             if isinstance(out, Tensor):
                 return out
             terms = self.objective.terms(out)

@@ -185,6 +185,7 @@ class Trainer:
                 skipped=result.skipped,
                 nan=result.nan,
                 left_out=plan.iteration in self.skipped,
+                loads=None if plan.iteration in self.skipped else result.totals.loads,
                 elapsed_ms=1e3 * seconds,
             )
         )

@@ -229,4 +229,4 @@ def test_an_iteration_moves_what_the_closed_form_says(pool: Pool, world: int, wo
 
 
 def test_totals_are_as_many_as_the_objective_sums() -> None:
-    assert [*Totals._fields][traffic.TOTALS :] == ["auxiliary"]
+    assert [*Totals._fields][traffic.TOTALS :] == ["auxiliary", "loads"]

@@ -108,7 +108,8 @@ def objective_of(model: GPTModel, case: dict) -> Objective:
     prepare = functools.partial(look_ahead, depths=mtp.depths) if mtp.depths else dict
     per_token = "--calculate-per-token-loss" in case["flags"]
     balanced = model.config.router.loss_weights if routers else {}
-    return Objective(per_token, model.mesh, mtp.loss_weights, prepare, balanced, routers)
+    experts = model.config.moe.num_experts or 0
+    return Objective(per_token, model.mesh, mtp.loss_weights, prepare, balanced, routers, experts)
 
 
 def expected_loss(record: dict, per_token: bool) -> float:

@@ -205,7 +205,7 @@ def test_an_iteration_that_was_left_out_is_forgotten() -> None:
 def test_loads_as_numbers() -> None:
     counts_LE = torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0], [0, 0, 0, 0]])
     kept_LE = torch.tensor([[2, 2, 2, 2], [2, 0, 0, 0], [0, 0, 0, 0]])
-    load = statistics.load(counts_LE, kept_LE)
+    load = statistics.load(counts_LE, kept_LE.sum(-1))
     assert load.imbalance.tolist() == [1.0, 4.0, 0.0]
     assert load.idle.tolist() == [0.0, 0.75, 1.0]
     assert load.dropped.tolist() == [0.0, 0.75, 0.0]

@@ -52,11 +52,18 @@ def mtp_layer_plan(config: TransformerConfig, depth: int) -> LayerPlan:
     return LayerPlan(depth, layer_plan(config)[-1].sublayers)
 
 
-def routers_of(config: TransformerConfig) -> int:
-    """Return the layers that have experts, those of multi-token prediction counted."""
+def routers_of(config: TransformerConfig) -> tuple[int, ...]:
+    """Return the numbers of layers that have experts.
+
+    Those of multi-token prediction come after the decoder's.
+    """
     ahead = (mtp_layer_plan(config, depth) for depth in range(config.mtp.depths))
     layers = (*layer_plan(config), *ahead)
-    return sum(part.kind == "moe" for layer in layers for part in layer.sublayers)
+    return tuple(
+        number
+        for number, layer in enumerate(layers)
+        if any(part.kind == "moe" for part in layer.sublayers)
+    )
 
 
 def loss_pieces(sequence: int, samples: int, rows: int, *, limit: int) -> int:

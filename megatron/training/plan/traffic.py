@@ -85,7 +85,8 @@ count).
 
 Each of K layers of multi-token prediction adds, on the last stage, what a layer, an embedding
 and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
-modes of the loss, and totals K numbers more.
+modes of the loss, and totals K numbers more. L' layers with experts add l + L' (E + 1 + l) numbers
+to the totals, of l losses of routers: the losses, and by layer loads and losses.
 
 Where head and loss work on q > 1 pieces of the sequence (--logits-at-once), the head's input is
 not gathered again, and cross entropy makes its two calls for every piece, forward and backward:
@@ -113,7 +114,7 @@ from megatron.training.plan.traffic_updates import add_updates
 
 FP64 = 8
 TOTALS = 8
-"""Numbers that `objective.Totals` sums over the world, beside one for each auxiliary loss."""
+"""Numbers that `objective.Totals` sums over the world, beside auxiliary losses and loads."""
 NORM = 2
 """Numbers that the optimizer sums over the world: the squares of the gradient, its zeros."""
 
@@ -136,8 +137,8 @@ def expected(
     add_sums(book, config, padded_rows, num_microbatches, coordinates)
     add_updates(book, config, padded_rows, coordinates)
     add_biases(book, config, coordinates["pp"])
-    losses = config.model.mtp.depths + _router_losses(config)
-    book.add("world", "all_reduce", (TOTALS + losses) * FP64)
+    numbers = TOTALS + config.model.mtp.depths + _of_routers(config)
+    book.add("world", "all_reduce", numbers * FP64)
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:
         book.add("world", "all_reduce", FP64)
@@ -160,8 +161,13 @@ def expected_evaluation(
     return book.costs
 
 
-def _router_losses(config: RunConfig) -> int:
-    return len(config.model.router.loss_weights) if routers_of(config.model) else 0
+def _of_routers(config: RunConfig) -> int:
+    """Return the numbers in the totals that routers add: losses, and loads and losses by layer."""
+    layers, experts = len(routers_of(config.model)), config.model.moe.num_experts
+    if not layers or experts is None:
+        return 0
+    losses = len(config.model.router.loss_weights)
+    return losses + layers * (experts + 1 + losses)
 
 
 def wire_bytes(op: str, payload: float, ranks: int) -> float:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Interval:
     params_norm: float | None = None
     group_norms: Mapping[str, float] = field(default_factory=dict)
     """Norms of the gradient by optimizer group."""
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """How evenly experts were loaded, by name."""
     skipped: int = 0
     nan: int = 0
     throughput: float | None = None
@@ -71,11 +74,24 @@ def training_line(now: datetime, interval: Interval) -> str:
     ]
     if interval.tokens_per_second is not None:
         fields.append(f" tokens per second: {interval.tokens_per_second:.0f}")
+    fields += [f" {name}: {value:.4f}" for name, value in interval.experts.items()]
     if interval.eta_seconds is not None:
         fields.append(f" ETA: {duration(interval.eta_seconds)}")
     if interval.epochs:
         fields.append(" data epochs: " + ", ".join(f"{n} {e:.2f}" for n, e in interval.epochs))
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}]" + " |".join(fields) + " |"
+
+
+def expert_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each layer with experts: their loads in one iteration, and its losses."""
+    lines = []
+    for row in layers:
+        numbers = {name: value for name, value in row.items() if name not in ("layer", "tokens")}
+        fields = [f" experts of layer {row['layer']:4d}"]
+        fields += [f" {name}: {value:.4f}" for name, value in numbers.items()]
+        fields.append(f" tokens: {' '.join(map(str, row['tokens']))}")
+        lines.append(" |".join(fields) + " |")
+    return lines
 
 
 def validation_lines(where: str, losses: Mapping[str, float], name: str = "") -> str:

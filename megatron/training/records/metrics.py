@@ -1,7 +1,8 @@
 """What a run says about itself, from the numbers of each iteration to lines, files and dashboards.
 
 `Metrics.add` takes one iteration's numbers, tensors among them staying on the device; `flush`
-brings them over in one copy and hands complete rows to the writers. That happens at the log
+brings them over, in one copy and one more of loads of experts, and hands complete rows to the
+writers. That happens at the log
 interval, before a checkpoint and at the end. Only rank 0 prints and writes.
 """
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.utils import Say
+from megatron.training import expert_loads
+from megatron.training.expert_loads import LayerRow, Loads
 from megatron.training.records import log_line
 from megatron.training.records.writers import Writer
 
@@ -51,6 +54,8 @@ class Iteration:
     nan: bool = False
     left_out: bool = False
     """By request (--iterations-to-skip): nothing was computed, so rates leave it out too."""
+    loads: Loads | None = None
+    """How tokens fell on experts."""
     elapsed_ms: float
 
 
@@ -81,11 +86,13 @@ class Metrics:
         out: Say,
         *,
         show_throughput: bool = False,
+        show_experts: bool = False,
     ) -> None:
         self._facts = facts
         self._writers = writers
         self._out = out
         self._show_throughput = show_throughput
+        self._show_experts = show_experts
         self._pending: list[Iteration] = []
         self._pending_memory: list[int] = []
         self._interval: list[dict[str, Any]] = []
@@ -99,8 +106,10 @@ class Metrics:
     def flush(self) -> None:
         """Bring pending numbers to the host and write them."""
         values = _to_host(self._pending)
+        loads = [one.loads for one in self._pending if one.loads is not None]
+        layers = iter(expert_loads.rows(loads))
         rows = [
-            self._row(one, numbers, memory)
+            self._row(one, numbers, memory, next(layers) if one.loads is not None else [])
             for one, numbers, memory in zip(
                 self._pending, values, self._pending_memory, strict=True
             )
@@ -123,6 +132,9 @@ class Metrics:
                 summarise(rows, self._facts, self._show_throughput, first=not self._warmed_up),
             )
         )
+        if self._show_experts:
+            for line in log_line.expert_lines(rows[-1].get("experts", ())):
+                self._out(line)
         self._warmed_up |= any(not row["left_out"] for row in rows)
 
     def validation(
@@ -174,7 +186,9 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _row(self, one: Iteration, numbers: dict[str, float], memory: int) -> dict[str, Any]:
+    def _row(
+        self, one: Iteration, numbers: dict[str, float], memory: int, layers: list[LayerRow]
+    ) -> dict[str, Any]:
         facts = self._facts
         size, seconds = len(one.samples), one.elapsed_ms / 1e3
         rate = size / seconds if seconds and not one.left_out else None
@@ -207,6 +221,9 @@ class Metrics:
             if name in numbers:
                 row[name] = numbers[name]
         row |= {_norm_key(name): numbers[_norm_key(name)] for name in one.group_norms}
+        if layers:
+            row |= expert_loads.summary(layers)
+            row["experts"] = layers
         row["loss_names"] = {_key(name): name for name in one.losses}
         row["group_names"] = {_norm_key(name): name for name in one.group_norms}
         return row
@@ -249,6 +266,7 @@ def summarise(
         num_zeros=None if zeros is None else int(zeros),
         params_norm=last.get("params_norm"),
         group_norms={name: last[key] for key, name in last["group_names"].items()},
+        experts=_of_experts(computed),
         skipped=len(rows) - len(trained),
         nan=sum(row["nan"] for row in rows),
         throughput=_mean_throughput(warm, facts) if show_throughput and warm else None,
@@ -256,6 +274,22 @@ def summarise(
         eta_seconds=warm_seconds / len(warm) * left if warm else None,
         epochs=facts.epochs(last["consumed_samples"]),
     )
+
+
+def _of_experts(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean load of experts over iterations that counted it."""
+    counted = [row for row in rows if "experts" in row]
+    if not counted:
+        return {}
+
+    def mean(key: str) -> float:
+        return math.fsum(row[key] for row in counted) / len(counted)
+
+    return {
+        "expert imbalance": mean("expert_imbalance"),
+        "worst expert imbalance": mean("worst_expert_imbalance"),
+        "dropped choices": mean("dropped_choices"),
+    }
 
 
 def _mean_throughput(rows: Sequence[Mapping[str, Any]], facts: Facts) -> float:

@@ -70,15 +70,19 @@ def last_attempt(path: str | None) -> int | None:
     """Return the attempt of the newest row of a metrics file, or None without one."""
     if path is None or not os.path.exists(path):
         return None
+    taken = 65536
     with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["attempt"])
-        except (ValueError, KeyError, TypeError):
-            continue  # half a line, or a row of something else
-    return None
+        size = file.seek(0, os.SEEK_END)
+        while True:
+            file.seek(max(0, size - taken))
+            for line in reversed(file.read().splitlines()):
+                try:
+                    return int(json.loads(line)["attempt"])
+                except (ValueError, KeyError, TypeError):
+                    continue  # half a line, or a row of something else
+            if taken >= size:
+                return None
+            taken *= 8  # lines may be long: they have the loads of all experts
 
 
 def _end_last_line(path: str) -> None:
@@ -100,12 +104,16 @@ def _end_last_line(path: str) -> None:
 
 def _dumps(row: Row) -> str:
     # JSON has no NaN and no infinity; `nan` says that there was one.
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-        if key not in _NOT_IN_FILE
-    }
+    plain = {key: _plain(value) for key, value in row.items() if key not in _NOT_IN_FILE}
     return json.dumps(plain) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
@@ -126,7 +134,28 @@ def tags(row: Row, config: LoggingConfig) -> dict[str, float]:
     named |= {f"grad-norm {name}": row[key] for key, name in row["group_names"].items()}
     for key, name in row["loss_names"].items():
         named[name] = row[key] if not row["skipped"] else None
+    named |= expert_tags(row, by_layer=config.moe_per_layer_logging)
     return {name: value for name, value in named.items() if value is not None}
+
+
+def expert_tags(row: Row, *, by_layer: bool) -> dict[str, float]:
+    """Return the loads of experts, and with ``by_layer`` also those, and losses, of each layer.
+
+    Layers count from 0, as in Megatron-LM, whose tags the losses have.
+    """
+    if "experts" not in row:
+        return {}
+    named = {
+        "moe/imbalance": row["expert_imbalance"],
+        "moe/worst_imbalance": row["worst_expert_imbalance"],
+        "moe/dropped": row["dropped_choices"],
+    }
+    if by_layer:
+        for layer in row["experts"]:
+            for name, value in layer.items():
+                if name not in ("layer", "tokens"):
+                    named[f"moe/{name}_layer_{layer['layer']}"] = value
+    return named
 
 
 def validation_tags(row: Row, config: LoggingConfig) -> dict[str, float]:
@@ -172,6 +201,8 @@ class TensorBoard:
         for row in rows:
             if row["iteration"] % self._config.tensorboard_log_interval == 0:
                 self._add(tags(row, self._config), row)
+                if self._config.moe_per_layer_logging:
+                    self._add_experts(row)
         self._writer.flush()
 
     def validation(self, row: Row) -> None:
@@ -195,6 +226,22 @@ class TensorBoard:
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, row["iteration"])
             self._writer.add_scalar(f"{tag} vs samples", value, row["consumed_samples"])
+
+    def _add_experts(self, row: Row) -> None:
+        """Add a histogram of each layer whose bars are the tokens of its experts."""
+        for layer in row.get("experts", ()):
+            tokens = layer["tokens"]
+            self._writer.add_histogram_raw(
+                f"moe/tokens_layer_{layer['layer']}",
+                min=0,
+                max=len(tokens),
+                num=sum(tokens),
+                sum=sum(expert * count for expert, count in enumerate(tokens)),
+                sum_squares=sum(expert**2 * count for expert, count in enumerate(tokens)),
+                bucket_limits=[expert + 0.5 for expert in range(len(tokens))],
+                bucket_counts=tokens,
+                global_step=row["iteration"],
+            )
 
 
 class Wandb:

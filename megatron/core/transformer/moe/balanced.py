@@ -12,10 +12,21 @@ so that nothing else knows of them: stages, recomputation and split backwards do
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron.core.transformer.moe.routing import Routing
+
+
+class Noted(NamedTuple):
+    """What a layer's router counted on this rank, and lost; see `Routing`."""
+
+    counts_E: Tensor
+    kept_counts_E: Tensor
+    losses: Mapping[str, Tensor]
+    """Without gradients; empty without a backward."""
 
 
 class Balance:
@@ -35,21 +46,24 @@ class Balance:
         start: Tensor | None = None,
     ) -> None:
         self.valid_BS, self._weights, self._start = valid_BS, weights, start
-        self._found: dict[int, Mapping[str, Tensor]] = {}
+        self.noted: dict[int, Noted] = {}
+        """By layer."""
 
-    def attach(self, y: Tensor, losses: Mapping[str, Tensor], layer: int) -> Tensor:
-        """Return ``y``, whose backward is that of the weighted losses too; and note the losses.
+    def attach(self, y: Tensor, routing: Routing, layer: int) -> Tensor:
+        """Return ``y``, whose backward is that of the weighted losses too; and note the routing.
 
         A forward that is made again notes the same once more.
 
         Args:
             y: what the layer gives.
-            losses: scalars, by name.
+            routing: what the layer's router decided.
             layer: a number of the layer's own.
         """
-        if self._start is None or not losses:
+        losses = {} if self._start is None else routing.losses
+        detached = {name: loss.detach() for name, loss in losses.items()}
+        self.noted[layer] = Noted(routing.counts_E, routing.kept_counts_E, detached)
+        if not losses:
             return y
-        self._found[layer] = {name: loss.detach() for name, loss in losses.items()}
         weighted = [self._weights[name] * loss for name, loss in losses.items()]
         total = torch.stack(weighted).sum()
         return _Attach.apply(y, total, self._start)  # type: ignore[no-any-return]
@@ -57,8 +71,8 @@ class Balance:
     def sums(self) -> dict[str, Tensor]:
         """Return the sum of each loss over the layers that noted it."""
         found: dict[str, Tensor] = {}
-        for losses in self._found.values():
-            for name, loss in losses.items():
+        for noted in self.noted.values():
+            for name, loss in noted.losses.items():
                 found[name] = found[name] + loss if name in found else loss
         return found
 

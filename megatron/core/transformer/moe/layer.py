@@ -60,6 +60,7 @@ class MoELayer(nn.Module):
         super().__init__()
         moe = config.moe
         assert moe.num_experts is not None, "a model without experts"
+        self.num_layers = config.num_layers
         self.axis, self.cuts = mesh.tp, not sequence_parallel and mesh.tp.size > 1
         self.router = Router(
             config,
@@ -108,7 +109,7 @@ class MoELayer(nn.Module):
             compute = padded(compute, routing.capacity * self.microbatches)
         y_TH = self.dispatch(x_TH, routing, compute)
         if context.balance is not None:
-            y_TH = context.balance.attach(y_TH, routing.losses, id(self))
+            y_TH = context.balance.attach(y_TH, routing, id(self))
         return y_TH.view_as(x_SBH)
 
 

@@ -20,19 +20,19 @@ class Load(NamedTuple):
     """Share of the choices that full experts dropped."""
 
 
-def load(counts_E: Tensor, kept_E: Tensor) -> Load:
+def load(counts_E: Tensor, kept: Tensor) -> Load:
     """Return how evenly experts were chosen, in fp64 scalars of the leading dims' shape.
 
     Args:
         counts_E: tokens that chose each expert, of all ranks that are of interest.
-        kept_E: those of them that the expert took.
+        kept: how many of those choices were kept, of the leading dims' shape.
     """
-    counts_E, kept_E = counts_E.double(), kept_E.double()
+    counts_E, kept = counts_E.double(), kept.double()
     chosen = counts_E.sum(-1)
     mean = chosen / counts_E.shape[-1]
     some = chosen.clamp(min=1.0)
     return Load(
         imbalance=torch.where(chosen > 0, counts_E.amax(-1) / mean.clamp(min=1e-300), mean),
         idle=(counts_E == 0).double().mean(-1),
-        dropped=1.0 - torch.where(chosen > 0, kept_E.sum(-1) / some, torch.ones_like(some)),
+        dropped=1.0 - torch.where(chosen > 0, kept / some, torch.ones_like(some)),
     )
