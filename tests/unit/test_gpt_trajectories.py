@@ -28,6 +28,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.moe.balanced import Balance
 from megatron.core.transformer.plan import routers_of
+from megatron.training import expert_loads
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints.facts import RunFacts
 from megatron.training.checkpoints.load import load_checkpoint
@@ -184,6 +185,10 @@ class Training:
         further = result.totals.auxiliary_losses
         balanced = {name: further.pop(name) for name in self.objective.balanced}
         assert balanced == pytest.approx(record.get("moe_reported", {}), rel=1e-5)
+        for name, values in record.get("moe_per_layer_mean_over_microbatches", {}).items():
+            assert result.totals.loads is not None
+            (layers,) = expert_loads.rows([result.totals.loads])
+            assert [layer[name] for layer in layers] == pytest.approx(values, rel=1e-5)
         assert list(further.values()) == pytest.approx(record.get("mtp_loss", []), rel=1e-5)
         parameters = dict(self.model.named_parameters())
         for key, values in record.get("expert_bias_after_step", {}).items():
