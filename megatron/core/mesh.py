@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.grid import ParallelConfig, divisions, place
 
 TURNS = (
-    ("tp", "etp", "kv_replica"),
+    ("tp", "etp", "etp_ep", "kv_replica"),
     ("cp", "cp_inner", "cp_outer"),
     ("dp", "dp_cp", "edp", "dp_inner", "dp_outer"),
     ("pp", "ends"),

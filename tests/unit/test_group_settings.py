@@ -166,7 +166,7 @@ def test_each_group_gets_its_settings_and_the_time_limit(
         "dp+edp": {()},
         "pp": {(False, ("net_name", "IB"))},
         "dp_cp": {(False, ("cga_cluster_size", 2), ("max_ctas", 16))},
-        "etp": {()},
+        "etp+etp_ep": {()},
         "ends": {()},
     }
 

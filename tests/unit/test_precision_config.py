@@ -153,6 +153,10 @@ def eighths() -> list[tuple[str, str]]:
     return found
 
 
+EXPERTS = ("--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype")
+"""In which dtype tokens travel to experts and back."""
+
+
 def test_fp8_and_fp4_are_never_bf16_in_silence() -> None:
     """Refused, or named as a flag that counts only beside one that is refused."""
     flags = eighths()
@@ -161,7 +165,7 @@ def test_fp8_and_fp4_are_never_bf16_in_silence() -> None:
     for name, value in flags:
         text = f"{name} {value}".strip()
         words = f"{BASE} --bf16 --use-precision-aware-optimizer --no-dry-run".split()
-        if name in ("--fp8-format", "--fp4-format") or value == "fp8":
+        if name in ("--fp8-format", "--fp4-format", *EXPERTS) or value == "fp8":
             with pytest.raises(UserError, match=f"{name} {value} is not"):
                 parse([*words, *text.split()])
             continue

@@ -92,6 +92,8 @@ def torch_missing(device: torch.device, dtype: torch.dtype) -> str | None:
         return "a loop is as fast on the CPU"
     if dtype != torch.bfloat16:
         return f"on CUDA it is for bf16, not {str(dtype).removeprefix('torch.')}"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device here"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "it needs a device of compute capability 9.0"
     return None

@@ -40,14 +40,14 @@ CHANGEABLE = (
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
 )
 # Backends and memory are this machine's business, initial values are never used after a load.
 IGNORED = (
     "attention_backend",
     "transformer_impl",
     "logits_at_once",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
     *specs(RecomputeConfig),
     *specs(OffloadConfig),
     *specs(FusionConfig),
