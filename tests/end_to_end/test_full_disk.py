@@ -46,11 +46,11 @@ def test_ckpt_21_training_goes_on_after_a_failed_save(
 
 
 @pytest.mark.parametrize(("words", "source"), [(REGULAR, "save/iter_"), (LOCAL, "disk/save-")])
-def test_ckpt_21_a_run_that_asks_for_it_ends_with_a_code_of_its_own(
+def test_ckpt_21_a_run_that_asks_for_it_ends_and_says_why(
     tmp_path: Path, words: str, source: str
 ) -> None:
     run = start(tmp_path, 1, f"{words} --exit-on-failed-save", 0, "full", 4)
-    assert run.codes(LIMIT) == [3]
+    assert run.codes(LIMIT) == [1]
     assert "error: iteration 4 was not saved:" in run.errors.read_text()
     status = json.loads((tmp_path / "save" / "run_status.json").read_text())
     assert (status["reason"], status["iteration"]) == ("failure", 4)

@@ -36,8 +36,6 @@ class RunFailed(RuntimeError):
 class SaveFailed(RunFailed):
     """A checkpoint could not be written, and the run was to end for that."""
 
-    code = 3
-
 
 @dataclass(frozen=True)
 class Failure:
