@@ -75,7 +75,7 @@ def check(save: Path, way: str) -> None:
 def kill_one(run: ByHand, folder: Path, before: int, draw: random.Random) -> None:
     """Kill one process of a run, or all, some time after it has saved something."""
     end = time.monotonic() + LIMIT
-    while reported(folder) == before:
+    while reported(folder) <= before:  # a run may have gone on from what nobody had reported
         assert time.monotonic() < end and run.processes[0].is_alive(), run.errors.read_text()
         time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.2))
