@@ -141,7 +141,10 @@ def test_sorting_has_the_gradients_of_its_sums() -> None:
     assert torch.autograd.gradcheck(lambda x: permute.rearrange(x, order), (x_TH,))
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="no grouped_mm")
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"),
+    reason="this torch has no torch.nn.functional.grouped_mm; the one of requirements.txt has",
+)
 def test_one_call_multiplies_as_the_loop_does() -> None:
     generator, sizes = torch.Generator().manual_seed(4), [3, 0, 5]
     x_NI, grad_NO = torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator)
