@@ -52,6 +52,9 @@ FLAT = {
     "tp2, experts": f"{TP2} --num-experts 4",
     "tp2 sp, experts": f"{TP2} --sequence-parallel --num-experts 4 --bf16 --swiglu "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 48",
+    "tp2, latents of experts": f"{TP2} --num-experts 4 --moe-latent-size 24",
+    "tp2 sp, latents of experts": f"{TP2} --sequence-parallel --num-experts 4 --bf16 --swiglu "
+    "--moe-latent-size 24 --moe-shared-expert-intermediate-size 48",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
     "ring": f"{CP2} {ROPE}",
     "ring in bf16": f"{CP2} --bf16 --qk-layernorm",
@@ -89,6 +92,10 @@ SCHEDULES = {
     "gpipe, moved": f"--pipeline-schedule gpipe {MOVED} attn_norm core_attn attn_proj",
     "1f1b, experts": f"{EXPERTS} --swiglu",
     "zb-h1, experts": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-shared-expert-gate",
+    "zb-h1, latents": "--pipeline-schedule zb-h1 --num-experts 4 --moe-latent-size 24",
+    "zb-h1, latents, shared": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-latent-size 24",
+    "zb-h1, latents made again": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-latent-size 24 "
+    f"--moe-shared-expert-gate {PARTS} moe",
     "1f1b, experts made again": f"{EXPERTS} {PARTS} moe layernorm",
     "zb-h1, experts made again": f"--pipeline-schedule zb-h1 {EXPERTS} {PARTS} moe",
     "1f1b, activations of experts": f"{EXPERTS} --swiglu {PARTS} moe_act shared_experts",

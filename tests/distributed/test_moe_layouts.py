@@ -46,8 +46,12 @@ VARIANTS = {
         "--position-embedding-type rope --moe-router-topk 2 --moe-aux-loss-coeff 0.3 "
         "--mtp-num-layers 2 --eod-mask-loss --moe-shared-expert-intermediate-size 12"
     ),
+    "latent": (
+        "--moe-latent-size 10 --moe-router-topk 2 --moe-aux-loss-coeff 0.3 --swiglu "
+        "--moe-shared-expert-intermediate-size 12"
+    ),
 }
-FURTHER = {"plain": 2, "rich": 2, "biased": 0, "ahead": 3}
+FURTHER = {"plain": 2, "rich": 2, "biased": 0, "ahead": 3, "latent": 1}
 """Auxiliary losses of each."""
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 CHECKED = "--check-weight-hash-across-dp-replicas-interval 1"
@@ -142,6 +146,7 @@ def test_positions_that_do_not_divide_are_filled_up(pool: Pool) -> None:
 
 def test_ckpt_02_runs_log_save_and_go_on_with_experts_elsewhere(pool: Pool, tmp_path: Path) -> None:
     words = f"{BASE} {VARIANTS['rich']} {BIASED} --train-iters 4 --eval-interval 2 --eval-iters 1"
+    words += " --moe-latent-size 14"
     given = f"{words} --log-interval 1 --num-workers 0 --metrics-file metrics.jsonl --save save"
 
     def train(folder: str, world: int, more: str) -> str:
@@ -166,7 +171,9 @@ def test_ckpt_02_runs_log_save_and_go_on_with_experts_elsewhere(pool: Pool, tmp_
     assert_rows_equal(metrics(tmp_path / "parts" / "metrics.jsonl"), expected)
     with Checkpoint(tmp_path / "parts" / "save" / "iter_0000004") as checkpoint:
         stored = checkpoint.tensors["model.decoder.layers.1.mlp.experts.linear_fc1.weight"]
-        assert stored.shape == (8, 40, 24)
+        assert stored.shape == (8, 40, 14)
+        stored = checkpoint.tensors["model.decoder.layers.1.mlp.fc2_latent_proj.weight"]
+        assert stored.shape == (24, 14)
         assert "model.decoder.layers.1.mlp.router.expert_bias" in checkpoint.tensors
     asked = "--load save --device cpu --max-new-tokens 3 --temperature 0 --prompt".split()
     texts = []

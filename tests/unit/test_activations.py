@@ -63,6 +63,8 @@ MODELS = [
     "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --bf16 --swiglu",
     "--num-experts 4 --moe-layer-freq 2 --moe-shared-expert-intermediate-size 48 --geglu --fp64 "
     "--moe-shared-expert-gate --normalization RMSNorm",
+    "--num-experts 4 --moe-latent-size 24",
+    "--num-experts 4 --moe-latent-size 24 --bf16 --swiglu --moe-shared-expert-intermediate-size 48",
 ]
 WITHIN = 0.001
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.detect import format_of, open_index
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.load import load
-from megatron.core.dist_checkpointing.megatron_formats import common, export, unpickling
+from megatron.core.dist_checkpointing.megatron_formats import common, export, names, unpickling
 from megatron.core.dist_checkpointing.plan import Piece
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.sharding import Box
@@ -385,6 +385,15 @@ def test_an_export_holds_one_piece_at_a_time(
         export.export_torch_dist(checkpoint, tmp_path / "out")
     assert len(alive) > 2 * len(weights)
     check_equal(tmp_path / "out", weights)
+
+
+def test_latents_of_experts_have_megatrons_names() -> None:
+    """Those of its `MoELayer`, with the entries that stand beside linear layers."""
+    for which in ("fc1", "fc2"):
+        ours, theirs = (f"decoder.layers.{n}mlp.{which}_latent_proj.weight" for n in ("3.", ""))
+        assert names.to_megatron(ours, {ours}) == (theirs, 3)
+        assert names.to_ours(theirs, 3) == ours
+        assert names.LINEARS.search(theirs)
 
 
 def test_layers_that_differ_cannot_be_exported(tmp_path: Path) -> None:

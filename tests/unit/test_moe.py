@@ -50,7 +50,10 @@ def by_hand(layer: MoELayer, config: TransformerConfig, x_SBH: Tensor, context: 
     experts = layer.experts
     routing = layer.router(x_SBH.flatten(0, 1), context, SHAPE)
     rows = []
+    down, up = layer.fc1_latent_proj, layer.fc2_latent_proj
     for t, x_H in enumerate(x_SBH.flatten(0, 1)):
+        if config.moe.moe_latent_size is not None:
+            x_H = down.weight @ x_H + down.bias
         y_H = torch.zeros_like(x_H)
         for k in range(routing.experts_TK.shape[1]):
             if routing.kept_TK is not None and not routing.kept_TK[t, k]:
@@ -66,6 +69,8 @@ def by_hand(layer: MoELayer, config: TransformerConfig, x_SBH: Tensor, context: 
             out = experts.linear_fc2.weight[e] @ h
             out = out if experts.linear_fc2.bias is None else out + experts.linear_fc2.bias[e]
             y_H = y_H + routing.weights_TK[t, k] * out
+        if config.moe.moe_latent_size is not None:
+            y_H = up.weight @ y_H + up.bias
         rows.append(y_H)
     return torch.stack(rows).view_as(x_SBH)
 
@@ -76,6 +81,7 @@ def by_hand(layer: MoELayer, config: TransformerConfig, x_SBH: Tensor, context: 
         {"bias_gelu_fusion": False},
         {"swiglu": True, "add_bias_linear": False, "moe_router_topk": 3},
         {"bias_gelu_fusion": False, "moe_expert_capacity_factor": 0.6},
+        {"swiglu": True, "moe_latent_size": 4},
     ],
 )
 def test_a_layer_is_the_sum_over_its_tokens_experts(choices: dict[str, object]) -> None:
@@ -180,6 +186,7 @@ def test_layers_with_experts_go_by_number_or_pattern() -> None:
         ("--num-experts 4 --moe-token-dispatcher-type flex", "dispatcher-type alltoall"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"),
         ("--num-experts 4 --moe-router-topk 5", "must not exceed --num-experts (4)"),
+        ("--num-experts 4 --moe-latent-size 0", "--moe-latent-size"),
         ("--num-experts 4 --optimizer muon", "use --optimizer adam"),
         ("--num-experts 4 --use-torch-fsdp2 --dry-run-world-size 2", "use --use-megatron-fsdp"),
         (
@@ -201,6 +208,23 @@ def test_settings_of_experts_without_experts_are_named() -> None:
     assert any("every rank holds all experts" in line for line in alone.lines())
     with pytest.raises(UserError):
         TransformerConfig.resolve(num_layers=1, hidden_size=4, num_attention_heads=1, num_experts=0)
+
+
+def test_a_plan_counts_the_latents_of_experts() -> None:
+    """Matrices down and up once, experts from and to the latent (NVIDIA, 2025: LatentMoE)."""
+    sizes = {
+        "swiglu": True,
+        "add_bias_linear": False,
+        "moe_router_topk": 3,
+        "num_layers": 1,
+        "position_embedding_type": "rope",
+    }
+    config = config_of(**sizes, moe_latent_size=4)
+    kinds = accounting.parameters_by_kind(config, 8)
+    assert kinds["latents of experts"] == 2 * HIDDEN * 4
+    assert kinds["experts"] == 4 * 3 * 4 * 10
+    adds = accounting.layer_multiply_adds(config, 16, layer_plan(config)[0])
+    assert adds["moe"] == HIDDEN * 4 + 2 * HIDDEN * 4 + 3 * 3 * 4 * 10
 
 
 def test_a_plan_of_mixtral_counts_its_parameters() -> None:

@@ -333,9 +333,9 @@ class RowParallelLinear(nn.Module):
 
 
 class WholeLinear(nn.Module):
-    """``y_SBO = x_SBI @ W_OI.T``: every rank holds all of ``W``, and applies it to what it has.
+    """``y_SBO = x_SBI @ W_OI.T + b_O``: every rank holds all of it, and applies it to what it has.
 
-    With ``sequence_parallel`` that is its own positions: the weight's gradient is partial there.
+    With ``sequence_parallel`` that is its own positions: gradients are partial there.
     """
 
     def __init__(
@@ -345,6 +345,8 @@ class WholeLinear(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype,
         sequence_parallel: bool = False,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.alone = mesh.alone
@@ -356,6 +358,7 @@ class WholeLinear(nn.Module):
             matrix=True,
         )
         self.weight = make_parameter(record, shape, mesh, dtype)
+        self.bias = make_parameter(bias_record(record), shape[:1], mesh, dtype) if bias else None
 
     def forward(self, x_SBI: Tensor) -> Tensor:
-        return linear(x_SBI, self.weight, None, self.alone, False)
+        return linear(x_SBI, self.weight, self.bias, self.alone, False)

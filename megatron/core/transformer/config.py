@@ -392,6 +392,11 @@ class TransformerConfig(Config):
     """Implementation of norms and activations: the fastest of this project's, or what a package
     has of them."""
 
+    @property
+    def routed_size(self) -> int:
+        """Channels that routed experts read and write: the latent's, where there is one."""
+        return self.moe.moe_latent_size or self.hidden_size
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_layers", "hidden_size")
         check_at_most(self, MOST_LAYERS, "num_layers")

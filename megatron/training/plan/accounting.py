@@ -243,11 +243,21 @@ def _experts(
     if model.router.moe_router_enable_expert_bias and not by_token_id:
         biases = (moe.num_experts,)
         yield ParameterShape(f"{name}.router.expert_bias", biases, "router", trained=False)
+    latent = model.routed_size
+    if moe.moe_latent_size is not None:
+        for matrix, ways in (
+            ("fc1_latent_proj", (latent, hidden)),
+            ("fc2_latent_proj", (hidden, latent)),
+        ):
+            yield ParameterShape(f"{name}.{matrix}.weight", ways, "latents of experts", own)
+            if model.add_bias_linear:
+                full = f"{name}.{matrix}.bias"
+                yield ParameterShape(full, ways[:1], "latents of experts", own)
     experts, inner = moe.num_experts // ranks.ep, moe.moe_ffn_hidden_size // ranks.etp
     wide = inner * (2 if model.mlp.is_gated else 1)
     for matrix, shape in (
-        ("linear_fc1", (experts, wide, hidden)),
-        ("linear_fc2", (experts, hidden, inner)),
+        ("linear_fc1", (experts, wide, latent)),
+        ("linear_fc2", (experts, latent, inner)),
     ):
         full = f"{name}.experts.{matrix}"
         yield ParameterShape(f"{full}.weight", shape, "experts", expert=True)
@@ -328,8 +338,10 @@ def _expert_multiply_adds(model: TransformerConfig) -> tuple[int, int]:
     each = hidden * (3 if model.mlp.is_gated else 2)
     shared = (moe.moe_shared_expert_intermediate_size or 0) * each
     shared += hidden * moe.moe_shared_expert_gate
-    visited = model.router.moe_router_topk * moe.moe_ffn_hidden_size * each
-    return hidden * moe.num_experts + visited, shared
+    latent = model.routed_size
+    visited = model.router.moe_router_topk * moe.moe_ffn_hidden_size * (each // hidden) * latent
+    projections = 0 if moe.moe_latent_size is None else 2 * hidden * latent
+    return hidden * moe.num_experts + projections + visited, shared
 
 
 def _attention_multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:

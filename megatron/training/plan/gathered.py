@@ -10,7 +10,8 @@ the bytes of an activation's element and a those of a sum:
     cp, all_gather          c N K (e + a)
     cp, a2a                 0                          what is exchanged is saved
 
-    experts, allgather      R N H e / t                of R ranks along etp_ep, t along tp
+    experts, allgather      R N H e / t                of R ranks along etp_ep, t along tp; H is
+                                                       --moe-latent-size where that is given
 
 In each unit of the model the largest counts; with --distribute-saved-activations that is the input
 of layers that run again. Transfers between stages are activations.
@@ -44,7 +45,7 @@ def gathered(config: RunConfig, stage: Stage, samples: int) -> dict[str, int]:
     ranks = sizes["etp_ep"]
     if ranks > 1 and model.moe.moe_token_dispatcher_type == "allgather":
         # What all ranks' tokens are, and then what came out of their experts.
-        own = -(-share.tokens // share.tp) * model.hidden_size * share.size
+        own = -(-share.tokens // share.tp) * model.routed_size * share.size
         for name, (layer, _) in layers.items():
             if any(sublayer.kind == "moe" for sublayer in layer.sublayers):
                 found[name] = max(found.get(name, 0), ranks * own)

@@ -88,14 +88,18 @@ def experts(share: Share, layer: int) -> list[Region]:
     whole = [*routed, *shared]
     if "moe" not in modules:
         return whole
-    # One run makes all of it again; what router and sorting have saved is there until the router's
-    # backward, which is the last.
-    router, dispatch, *rest = whole
-    numbers = tuple(dict.fromkeys((*router.saved[1:], *dispatch.saved)))
+    # One run makes all of it again; what the router has saved is there until its backward, which is
+    # the last, and what sorting has until the one before that puts off no more.
+    router, *rest = whole
+    down = [replace(r, inputs=(share.normed,), recomputed="moe") for r in rest if r.name == "down"]
+    rest = [region for region in rest if region.name != "down"]
+    sorting = () if down else next(region.saved for region in rest if region.name == "dispatch")
+    numbers = tuple(dict.fromkeys((*router.saved[1:], *sorting)))
     saved = tuple(dict.fromkeys(piece for region in rest for piece in (*region.saved, *numbers)))
     given, late = (share.normed,), sum(region.late for region in rest)
     return [
         Region("router", (*given, *numbers), router.late, given, numbers, recomputed="moe"),
+        *down,
         Region("moe", saved, late, given, recomputed="moe"),
     ]
 
@@ -112,7 +116,7 @@ def _routed(share: Share) -> list[Region]:
     # Where tokens are gathered, all ranks' are sorted here.
     seen = choices * (sizes["etp_ep"] if gathers else 1)
     rows = choices * sizes["etp"]
-    stream = rows * model.hidden_size * size
+    stream = rows * model.routed_size * size
     router = (
         share.normed,
         Piece("scores", own * moe.num_experts * share.main, share.main),
@@ -129,9 +133,18 @@ def _routed(share: Share) -> list[Region]:
     act = activation(share, rows, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
     rows_ = Piece("rows", stream, size)
     joined = Piece("all weights", seen * share.main, share.main) if gathers else router[-1]
-    back = choices * model.hidden_size * size if not gathers else stream
+    back = choices * model.routed_size * size if not gathers else stream
+    down, up = list[Region](), list[Region]()
+    if moe.moe_latent_size is not None:
+        latents = Piece("latents", own * moe.moe_latent_size * size, size)
+        down.append(Region("down", (share.normed,), latents.size))
+        # Shared experts put off the same gradient, unless it is gathered or scaled for them.
+        alike = share.outer == share.tokens and not moe.moe_shared_expert_gate
+        held = moe.moe_shared_expert_intermediate_size is not None and alike
+        up.append(Region("up", (latents,), latents.size + (0 if held else share.stream)))
     return [
         Region("router", router, share.stream + own * moe.num_experts * size),
+        *down,
         Region("dispatch", tuple(moved)),
         Region("in", (rows_,), rows_.size + act[0].size, offloaded="expert_fc1"),
         Region(
@@ -144,4 +157,5 @@ def _routed(share: Share) -> list[Region]:
         ),
         Region("out", act[-1:], act[-1].size + stream),
         Region("combine", (Piece("outputs", back, size), joined, *places)),
+        *up,
     ]

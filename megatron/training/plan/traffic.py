@@ -68,7 +68,8 @@ of one rank move nothing.
                     all_reduce      1 x 8 x groups      --log-grad-norms-by-group
 
 Of layers with experts (of whom E in each) T = N / t are the tokens that a rank routes, K the
-choices of each, R the ranks along etp_ep and F those along etp. In an all-to-all a choice that is
+choices of each, R the ranks along etp_ep and F those along etp. Along etp_ep H is that of
+--moe-latent-size where it is given. In an all-to-all a choice that is
 dropped moves nothing, and takes nothing from the payload: then the table says what it is at most.
 Shared experts move what an MLP moves. T' are the tokens gathered: t T over tp, then c t T over cp.
 Where --moe-router-dtype is finer a is of that.

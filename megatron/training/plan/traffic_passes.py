@@ -178,6 +178,7 @@ class _Stage:
         add_router(book, self.config, own, self.count, self.forwards, trains=self.trains)
         if not self.split:
             book.add("tp", "all_gather", sizes["tp"] * own * width, forwards + back)
+        width = model.routed_size * self.weight
         assert model.moe.num_experts is not None
         ranks, choices = sizes["etp_ep"], own * model.router.moe_router_topk
         if model.moe.moe_token_dispatcher_type == "allgather":

@@ -91,7 +91,12 @@ _COMPARABLE: Mapping[str, Mapping[Any, Any]] = {
 """What stands for choices of the user's that no two layouts can be compared with."""
 
 
-_WIDTHS = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+_WIDTHS = (
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+)
 """Inner widths, which shrink as the hidden size does."""
 
 

@@ -35,7 +35,8 @@ _TO_OURS = (
 _NO_WEIGHTS = re.compile(r"(\b_extra_state\b|\brotary_pos_emb\.|\brope\.)")
 LINEARS = re.compile(
     r"\.(linear_proj|linear_qkv|linear_fc1|linear_fc2|linear_q_proj|linear_q_down_proj"
-    r"|linear_q_up_proj|linear_kv_down_proj|linear_kv_up_proj|eh_proj)\.weight$"
+    r"|linear_q_up_proj|linear_kv_down_proj|linear_kv_up_proj|eh_proj"
+    r"|fc1_latent_proj|fc2_latent_proj)\.weight$"
 )
 """Weights beside which a checkpoint of Megatron-core has an entry ``_extra_state``."""
 

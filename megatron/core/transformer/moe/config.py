@@ -21,6 +21,10 @@ class MoEConfig(Config):
     moe_ffn_hidden_size: int = option(derived="--ffn-hidden-size")
     """Width of an expert's inner layer."""
 
+    moe_latent_size: int | None = option(None)
+    """Width in which tokens travel to routed experts and are worked on, between two projections
+    (NVIDIA, 2025); absent, it is the model's. Router and shared experts see the whole width."""
+
     moe_shared_expert_intermediate_size: int | None = option(None)
     """Width of the experts that every token visits, together; absent, there are none."""
 
@@ -43,7 +47,7 @@ class MoEConfig(Config):
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_experts", "moe_ffn_hidden_size")
-        check_at_least(self, 1, "moe_shared_expert_intermediate_size")
+        check_at_least(self, 1, "moe_shared_expert_intermediate_size", "moe_latent_size")
         if self.moe_token_dispatcher_type == "flex":
             raise UserError(
                 "--moe-token-dispatcher-type flex is for DeepEP and HybridEP, which are not built "

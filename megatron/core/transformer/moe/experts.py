@@ -9,8 +9,8 @@ product finds a rank's matrices side by side, without a copy.
 Gradients are those of the tokens of all ranks along ``etp_ep``, whom the dispatcher has brought
 here; the rest is on the experts' replicas, along ``edp``.
 
-Shapes: E experts of the model, e of this rank, N rows (one expert after the other), H hidden, F
-inner width, f this rank's share of it.
+Shapes: E experts of the model, e of this rank, N rows (one expert after the other), H channels of a
+row (hidden, or of a latent), F inner width, f this rank's share of it.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         assert config.moe.num_experts is not None, "a model without experts"
-        experts, hidden = config.moe.num_experts, config.hidden_size
+        experts, hidden = config.moe.num_experts, config.routed_size
         inner, parts = config.moe.moe_ffn_hidden_size, 2 if config.mlp.is_gated else 1
         own, share = divide(experts, mesh.ep.size), divide(inner, mesh.etp.size)
         first = Sharding(

@@ -7,7 +7,11 @@ tokens of its own: those that sequence parallelism has given it, else a share of
 all ranks along ``tp`` hold, whose results are gathered afterwards. Positions that do not divide are
 filled up with ones of zeros that count nowhere. Shared experts are an MLP, cut over ``tp`` as any.
 
-Shapes: S positions of this rank, B batch, H hidden, T tokens of this rank alone.
+With a latent the routed part is  up(sum of weight_e expert_e(down(x))):  tokens travel, and are
+joined, in its width. Every rank holds both projections whole and applies them to its own tokens.
+
+Shapes: S positions of this rank, B batch, H hidden, L channels of the latent (or H), T tokens of
+this rank alone.
 """
 
 from dataclasses import replace
@@ -20,11 +24,11 @@ from torch import Tensor, nn
 from megatron.core import sharding
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import linear, make_parameter
+from megatron.core.tensor_parallel.layers import WholeLinear, linear, make_parameter
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.init import inner_init
+from megatron.core.transformer.init import inner_init, residual_init
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.dispatcher import Compute, build_dispatcher
 from megatron.core.transformer.moe.experts import Experts
@@ -70,6 +74,17 @@ class MoELayer(nn.Module):
             num_experts=moe.num_experts,
             sequence_parallel=sequence_parallel or self.cuts,
         )
+        # Names of Megatron-LM's.
+        self.fc1_latent_proj: nn.Module = nn.Identity()
+        self.fc2_latent_proj: nn.Module = nn.Identity()
+        if moe.moe_latent_size is not None:
+            down = (moe.moe_latent_size, config.hidden_size)
+            up, parted = down[::-1], sequence_parallel or self.cuts
+            bias = config.add_bias_linear
+            init = inner_init(config, down)
+            self.fc1_latent_proj = WholeLinear(down, init, mesh, dtype, parted, bias=bias)
+            init = residual_init(config, up)
+            self.fc2_latent_proj = WholeLinear(up, init, mesh, dtype, parted, bias=bias)
         self.experts = Experts(config, mesh, dtype, backends, saving)
         self.dispatch = build_dispatcher(moe.moe_token_dispatcher_type, moe.num_experts, mesh)
         self.pads = config.router.moe_pad_expert_input_to_capacity
@@ -107,7 +122,8 @@ class MoELayer(nn.Module):
         compute: Compute = self.experts
         if self.pads and routing.capacity is not None:
             compute = padded(compute, routing.capacity * self.microbatches)
-        y_TH = self.dispatch(x_TH, routing, compute)
+        y_TL = self.dispatch(self.fc1_latent_proj(x_TH), routing, compute)
+        y_TH: Tensor = self.fc2_latent_proj(y_TL)
         if context.balance is not None:
             y_TH = context.balance.attach(y_TH, routing, id(self))
         return y_TH.view_as(x_SBH)
