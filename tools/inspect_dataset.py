@@ -241,7 +241,8 @@ def _print_trace(trace: Trace, tokenizer: Tokenizer, max_tokens: int) -> None:
         most = max_tokens * len(trace.pieces)
         print(f"--- what the encoder reads, {len(trace.encoder)} tokens")
         _print_text(trace.encoder.tolist(), tokenizer, most)
-        print(f"--- what the decoder is to say, {len(trace.target)} tokens")
+        what = "what the decoder is to say" if trace.has_decoder else "what was masked"
+        print(f"--- {what}, {len(trace.target)} tokens")
         _print_text(trace.target.tolist(), tokenizer, most)
     elif trace.is_rearranged:
         print("--- as the model reads it")

@@ -6,7 +6,8 @@ resume starts from the consumed samples; nothing else is remembered. Reading ahe
 processes, which are started before training begins.
 
 A batch is a dict of tensors, ``[B, S]`` each but for ``cu_seqlens`` (1-D, over the flattened
-batch): tokens, labels (int64), loss_mask (float32), and position_ids (int64) where wanted.
+batch) and ``sentence_order`` (``[B]``, int64): tokens, labels (int64), loss_mask (float32), and
+what else the model wants.
 """
 
 import functools
@@ -25,6 +26,8 @@ from megatron.training.batch_size import BatchSizes
 Batch = dict[str, Tensor]
 PADDING = -1
 """In a list of sample numbers: a place that holds no sample and counts for nothing."""
+UNKNOWN = -1
+"""As the order of a sample's sentences: it does not count."""
 
 
 class Samples(Protocol):
@@ -189,7 +192,7 @@ def _ignore(number: int | None, worker: int) -> None:
 
 
 class _Padded:
-    """A dataset that also has padding: its first sample, with no token that counts."""
+    """A dataset that also has padding: its first sample, of which nothing counts."""
 
     def __init__(self, dataset: Samples) -> None:
         self._dataset = dataset
@@ -202,6 +205,8 @@ class _Padded:
             return self._dataset[number]
         sample = dict(self._dataset[0])
         sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
+        if "sentence_order" in sample:
+            sample["sentence_order"] = np.full_like(sample["sentence_order"], UNKNOWN)
         return sample
 
 

@@ -4,11 +4,16 @@ from megatron.training.config import RunConfig
 
 
 def idle_data(config: RunConfig) -> dict[str, str]:
-    """Return the settings of masked spans that samples of this run do not have."""
-    t5 = config.data.t5
-    if t5.decoder_seq_length is None:
-        return dict.fromkeys(t5.flatten(), "no --decoder-seq-length")
+    """Return the settings of masked spans and words that samples of this run do not have."""
+    t5, bert = config.data.t5, config.data.bert
+    alone = "--masked-words makes samples for an encoder alone"
+    if bert.masked_words:
+        return dict.fromkeys(("span_corruption", "mean_noise_span_length"), alone)
+    why = "no --decoder-seq-length" if t5.decoder_seq_length is None else None
+    idle = {"bert_binary_head": "no --masked-words, as pretrain_bert.py has them"}
+    if why is not None:
+        return {**dict.fromkeys(t5.flatten(), why), **idle}
     if t5.span_corruption == "ngrams":
-        return {"mean_noise_span_length": "--span-corruption is ngrams"}
+        return {"mean_noise_span_length": "--span-corruption is ngrams", **idle}
     names = ("short_seq_prob", "masking_max_ngram")
-    return dict.fromkeys(names, "--span-corruption is random_spans")
+    return {**dict.fromkeys(names, "--span-corruption is random_spans"), **idle}

@@ -90,6 +90,11 @@ def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
             "a model comes in a later version; for a decoder alone give --seq-length and leave it "
             "out"
         )
+    if config.data.bert.masked_words:
+        raise UserError(
+            "--masked-words makes samples for an encoder alone (BERT), and such a model comes in a "
+            "later version; for a decoder leave it out"
+        )
 
 
 MODEL_RULES: tuple[Rule, ...] = (

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.bert import BertDataset
 from megatron.core.datasets.gpt import GPTDataset, Sample
 from megatron.core.datasets.t5 import T5Dataset
 
-Member = GPTDataset | T5Dataset
+Member = GPTDataset | T5Dataset | BertDataset
 
 DatasetIndex = tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]
 

@@ -48,7 +48,10 @@ def build_datasets(
     keep_partial: bool = False,
     say: Say = silent,
 ) -> Built:
-    """Return the data sets of every split: of an encoder-decoder with --decoder-seq-length.
+    """Return the data sets of every split.
+
+    Samples are those of an encoder-decoder with --decoder-seq-length, of an encoder alone with
+    --masked-words.
 
     Args:
         config: the data flags.

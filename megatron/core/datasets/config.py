@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron.core.config import Config, check_at_least, flag_of, option
+from megatron.core.datasets.bert_config import BertDataConfig
 from megatron.core.datasets.split import parse_split
 from megatron.core.datasets.t5_config import T5DataConfig
 from megatron.core.utils import UserError
@@ -14,6 +15,8 @@ PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 SHORTEST_ENCODER = 4
 """Two tokens of text, and two places that n-grams leave free, as Megatron-core does."""
+SHORTEST_FRAMED = 5
+"""Two tokens of text, and those that frame them."""
 MOST_WORKERS = 1024
 """Reading processes of a rank; more are a slip of the pen."""
 
@@ -142,6 +145,8 @@ class DataConfig(Config):
 
     t5: T5DataConfig
 
+    bert: BertDataConfig
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Choose the order of samples and the split that goes with the source."""
@@ -150,6 +155,8 @@ class DataConfig(Config):
             derived["split"] = LEGACY_SPLIT
         elif values["mock_data"]:
             derived["split"] = "1,1,1"
+        # As Megatron-LM's programs have it.
+        derived["masking_max_ngram"] = 3 if values["masked_words"] else 10
         return derived
 
     def __post_init__(self) -> None:
@@ -159,7 +166,7 @@ class DataConfig(Config):
             raise UserError(f"--num-workers ({self.num_workers}) must be at most {MOST_WORKERS}")
         if self.mock_data and self.fim.fim_data:
             raise UserError("--fim-data permutes text, but --mock-data has none; drop one of them")
-        self._check_encoder_decoder()
+        self._check_masked()
         sources = self.sources
         if len(sources) > 1 and set(sources) - set(map(_flag, PER_SPLIT)):
             raise UserError(f"{' and '.join(sources)} each name the data; keep one of them")
@@ -171,23 +178,29 @@ class DataConfig(Config):
                     "names the corpora of each split; remove --split"
                 )
 
-    def _check_encoder_decoder(self) -> None:
-        """Refuse what samples of an encoder-decoder are not made by."""
-        if self.t5.decoder_seq_length is None:
+    def _check_masked(self) -> None:
+        """Refuse what samples with masked tokens are not made by."""
+        decoder, masked_words = self.t5.decoder_seq_length, self.bert.masked_words
+        if decoder is None and not masked_words:
             return
+        what = f"--decoder-seq-length ({decoder}) asks for an encoder and a decoder"
+        shortest, length = SHORTEST_ENCODER, "--encoder-seq-length"
+        if masked_words:
+            if decoder is not None:
+                raise UserError(
+                    f"--masked-words makes samples for an encoder alone, but {what}; drop one of "
+                    "them (pretrain_bert.py trains on the first kind)"
+                )
+            what = "--masked-words asks for an encoder"
+            shortest, length = SHORTEST_FRAMED, "--seq-length"
         others = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         given = [_flag(name) for name in others if getattr(self, name)]
         given += ["--fim-data"] * self.fim.fim_data
         if given:
+            raise UserError(f"{given[0]} is for a decoder alone, but {what}; drop one of them")
+        if self.seq_length < shortest:
             raise UserError(
-                f"{given[0]} is for a decoder alone, but --decoder-seq-length "
-                f"({self.t5.decoder_seq_length}) asks for an encoder and a decoder; drop one of "
-                "them"
-            )
-        if self.seq_length < SHORTEST_ENCODER:
-            raise UserError(
-                f"--encoder-seq-length ({self.seq_length}) leaves no room for a text; give at "
-                f"least {SHORTEST_ENCODER}"
+                f"{length} ({self.seq_length}) leaves no room for a text; give at least {shortest}"
             )
 
     @property

@@ -4,6 +4,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from megatron.core.datasets.bert_corpus import BertMaker
 from megatron.core.datasets.blend_index import blend_all, blend_by_weight
 from megatron.core.datasets.blended import BlendedDataset, Dataset, Member
 from megatron.core.datasets.cache import Arrays, BuildPolicy, IndexStore
@@ -56,6 +57,8 @@ class CorpusBuilder:
         self.maker: Maker
         if config.t5.decoder_seq_length is not None:
             self.maker = T5Maker(config, info, seed, self.store, keep_partial, say)
+        elif config.bert.masked_words:
+            self.maker = BertMaker(config, info, seed, self.store)
         else:
             self.maker = GPTMaker(config, info, seed, self.store, extra, keep_partial, say)
         self.say = say

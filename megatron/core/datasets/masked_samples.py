@@ -11,9 +11,9 @@ epochs as are needed are shuffled all together:
     epoch index  [E + 1]     how many samples the epochs before have
 
 What is no sentence of normal length is cut or left out, where Megatron-core drops a whole document:
-a sequence longer than the room becomes pieces of that length, each of which can be a sample, and an
-empty one becomes none. Pieces are numbered over the whole corpus; without such sequences a piece is
-a sequence.
+a sequence longer than the room becomes pieces of that length, each of which can be a sample (or a
+sentence of one, where a sample needs two), and an empty one becomes none. Pieces are numbered over
+the whole corpus; without such sequences a piece is a sequence.
 """
 
 from bisect import bisect_left
@@ -192,7 +192,7 @@ class _Walk:
                 # The piece with which the target is reached, if there are enough by then.
                 end = bisect_left(ends, before + target, start)
                 end = max(end, start + least - 1)
-                if end >= last or (end == last - 1 and not ends_cut):
+                if end >= last or (end == last - 1 and (least > 1 or not ends_cut)):
                     end = last
                 rows.append((offset + first + start, offset + first + end + 1, target))
                 start, before = end + 1, ends[end]
@@ -210,7 +210,7 @@ def _no_samples(walk: _Walk, plan: MaskedPlan) -> UserError:
 
 
 class SentenceTexts:
-    """The samples' texts: sentences of one document, cut off at the target length."""
+    """The samples' texts: sentences of one document, cut off at the target length or whole."""
 
     def __init__(
         self,
@@ -234,22 +234,41 @@ class SentenceTexts:
 
     def text(self, i: int) -> npt.NDArray[np.int64]:
         """Return the tokens of text ``i``, at least one."""
-        (row, first, _), (last_row, _, last), target = self._ends(i)
-        return self.source.join(np.arange(row, last_row + 1), first, last)[:target]
+        return self.whole(i)[: self.target(i)]
 
     def places(self, i: int) -> Iterator[Place]:
         """Yield where the tokens of text ``i`` stand, row by row."""
-        (row, first, _), (last_row, _, last), left = self._ends(i)
-        for here in range(row, last_row + 1):
-            start = first if here == row else 0
-            end = last if here == last_row else int(self.source.sequence_lengths[here])
+        left = self.target(i)
+        for row, start, end in self.whole_places(i):
             end = min(end, start + left)
-            yield here, start, end
+            yield row, start, end
             left -= end - start
             if not left:
                 return
 
-    def _ends(self, i: int) -> tuple[Place, Place, int]:
-        """Return the places of the first and last pieces of a text, and its target."""
-        first, last, target = self.index.sample[i].tolist()
-        return self._pieces.place(first), self._pieces.place(last - 1), target
+    def whole(self, i: int) -> npt.NDArray[np.int64]:
+        """Return the sentences of text ``i``, not cut off."""
+        (row, first, _), (last_row, _, last) = self._ends(i)
+        return self.source.join(np.arange(row, last_row + 1), first, last)
+
+    def whole_places(self, i: int) -> Iterator[Place]:
+        """Yield where the sentences of text ``i`` stand, row by row."""
+        (row, first, _), (last_row, _, last) = self._ends(i)
+        for here in range(row, last_row + 1):
+            start = first if here == row else 0
+            yield here, start, last if here == last_row else int(self.source.sequence_lengths[here])
+
+    def cuts(self, i: int) -> npt.NDArray[np.int64]:
+        """Return where in the whole of text ``i`` its sentences begin, but for the first."""
+        first, last, _ = self.index.sample[i].tolist()
+        places = map(self._pieces.place, range(first, last - 1))
+        return np.cumsum([end - start for _, start, end in places], dtype=np.int64)
+
+    def target(self, i: int) -> int:
+        """Return the tokens that text ``i`` is to have at most."""
+        return int(self.index.sample[i, 2])
+
+    def _ends(self, i: int) -> tuple[Place, Place]:
+        """Return the places of the first and last pieces of a text."""
+        first, last, _ = self.index.sample[i].tolist()
+        return self._pieces.place(first), self._pieces.place(last - 1)

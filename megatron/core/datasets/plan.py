@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.bert_corpus import text_room
 from megatron.core.datasets.blended import BlendedDataset, Dataset
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.indexed import idx_path, read_index
-from megatron.core.datasets.sentence_corpus import FREE_PLACES
 from megatron.core.datasets.source import FEW_MOCK_ROWS, MOCK_LONGEST, MOCK_ROWS
 from megatron.core.datasets.sources import SplitSource, read_sources
 from megatron.core.datasets.split import SPLITS, Split, rows_of
-from megatron.core.datasets.t5_corpus import noise_shape
+from megatron.core.datasets.t5_corpus import FREE_PLACES, noise_shape
 from megatron.core.utils import human_count
 
 
@@ -152,7 +152,8 @@ class _Pass:
 
 def _count(config: DataConfig, prefix: str, source: SplitSource, lengths: Lengths) -> _Pass | None:
     """Return one pass over a split of a corpus; None without its index file."""
-    is_masked = config.t5.decoder_seq_length is not None
+    is_alone = config.bert.masked_words
+    is_masked = is_alone or config.t5.decoder_seq_length is not None
     if prefix not in lengths:
         lengths[prefix] = _rows(prefix, source, is_masked)
     found = lengths[prefix]
@@ -164,13 +165,16 @@ def _count(config: DataConfig, prefix: str, source: SplitSource, lengths: Length
     if not is_masked:
         whole = max(0, tokens - 1) // config.seq_length
         return _Pass(end - start, tokens, tokens / config.seq_length, whole)
-    if config.t5.span_corruption == "random_spans":
+    if not is_alone and config.t5.span_corruption == "random_spans":
         text = noise_shape(config).longest_text(config.seq_length)
         return _Pass(end - start, tokens, tokens / max(1, text), tokens // max(1, text))
     # About: where samples end follows from sentences and draws. The end of a document goes with
     # the sample before if it is a sentence, and is a sample where a long sequence is cut.
-    room = config.seq_length - FREE_PLACES
+    room = text_room(config) if is_alone else config.seq_length - FREE_PLACES
     full = mine // room if found.are_parted else -(-mine // room)
+    if is_alone and config.bert.bert_binary_head and not found.are_parted:
+        full //= 2  # a sample has two parts, and a long sequence is cut to parts of its length
+        mine = np.where(full > 0, mine, 0)
     samples = int(np.maximum(full, mine > 0).sum())
     return _Pass(end - start, tokens, samples, samples)
 

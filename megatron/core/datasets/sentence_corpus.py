@@ -1,6 +1,6 @@
-"""Megatron-LM's samples for an encoder-decoder: masked words of sentences of one document."""
+"""The sentences of one corpus, joined to texts of masked samples: its index, from flags."""
 
-import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,58 +19,61 @@ from megatron.core.datasets.masked_samples import (
 )
 from megatron.core.datasets.source import TokenSource
 from megatron.core.datasets.sources import SplitSource, samples_asked
-from megatron.core.datasets.span_corruption import GEOMETRIC, NgramLimits
 from megatron.core.datasets.split import rows_of
-from megatron.core.datasets.t5 import NgramMasking, T5Dataset, T5Options
 from megatron.core.datasets.token_info import TokenInfo
-from megatron.core.utils import Say, UserError
+from megatron.core.utils import UserError
 
 INDEX_NAMES = ("sample_index", "epoch_index")
-FREE_PLACES = 2
-"""Places of the encoder that texts leave free, as Megatron-core's do."""
 
 
-class SentenceMaker:
-    """Makes data sets of masked sentences."""
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """What texts are made for."""
+
+    kind: str
+    """Class of the samples, in the cache's names."""
+    room: int
+    """Tokens of a text at most."""
+    min_sentences: int = 1
+    """Sentences that a text needs; documents of fewer give none."""
+    key: dict[str, Any] = field(default_factory=dict)
+    """What the samples depend on besides, in the cache's names."""
+
+
+class SentenceBuilder:
+    """Builds the texts of one split of one corpus."""
 
     def __init__(
-        self,
-        config: DataConfig,
-        info: TokenInfo,
-        seed: int,
-        store: IndexStore,
-        options: T5Options,
-        say: Say,
+        self, config: DataConfig, info: TokenInfo, seed: int, store: IndexStore, joining: Joining
     ) -> None:
-        t5 = config.t5
         self._config = config
         self._info = info
         self._seed = seed
         self._store = store
-        self._options = options
-        self._room = options.encoder_seq_length - FREE_PLACES
-        self._limits = NgramLimits(
-            mask_prob=t5.mask_prob,
-            max_ngram=t5.masking_max_ngram,
-            most_spans=len(options.sentinels),
-            most_targets=options.decoder_seq_length - 1,
-        )
-        self._continues_word = info.tokenizer.continues_word()
-        for line in tight_limits(self._room, self._limits):
-            say(f"WARNING: {line}")
+        self._joining = joining
 
-    def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset:
-        """Return the data set of one split of one corpus."""
+    def build(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> SentenceTexts:
+        """Return the texts of one split of one corpus.
+
+        Raises:
+            UserError: there are none.
+        """
+        joining = self._joining
+        room, least = joining.room, joining.min_sentences
         bounds = self._documents(source, tokens)
-        pieces = Pieces(tokens.sequence_lengths, self._room)
+        pieces = Pieces(tokens.sequence_lengths, room)
         first, last = pieces.first(bounds[[0, -1]]).tolist()
         if first == last:
             raise self._empty(source, tokens, len(bounds) - 1, asked)
         short = self._config.t5.short_seq_prob
-        kind = "T5Dataset" if tokens.prefix is not None else "MockT5Dataset"
-        key = KeyFacts(self._config, self._info, self._seed, kind, self._room)
-        description = key.describe(source, tokens, asked, short_sequence_probability=short)
-        plan = MaskedPlan(room=self._room, short_seq_prob=short, seed=self._seed, asked=asked)
+        kind = joining.kind if tokens.prefix is not None else f"Mock{joining.kind}"
+        key = KeyFacts(self._config, self._info, self._seed, kind, room)
+        description = key.describe(
+            source, tokens, asked, short_sequence_probability=short, **joining.key
+        )
+        plan = MaskedPlan(
+            room=room, short_seq_prob=short, seed=self._seed, asked=asked, min_sentences=least
+        )
 
         def build() -> Arrays:
             return dict(zip(INDEX_NAMES, build_masked_index(pieces, bounds, plan), strict=True))
@@ -82,26 +85,24 @@ class SentenceMaker:
             INDEX_NAMES,
             build,
             lambda found, trusted: check_arrays(
-                found, (first, last), self._room, asked, PROBES if trusted else None
+                found, (first, last), room, asked, PROBES if trusted else None
             ),
             tokens.prefix,
         )
         index = MaskedIndex(*(arrays[name] for name in INDEX_NAMES))
-        texts = SentenceTexts(tokens, pieces, index, description)
-        masking = NgramMasking(
-            limits=self._limits,
-            targets=index.sample[:, 2],
-            continues_word=self._continues_word,
-            seed=self._seed,
-        )
-        return T5Dataset(texts, masking, self._options)
+        return SentenceTexts(tokens, pieces, index, description)
 
     def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
         """Return what a split has, if one pass over it yields no sample."""
         bounds = self._documents(source, tokens)
-        if tokens.sequence_lengths[bounds[0] : bounds[-1]].any():
+        found = np.diff(Pieces(tokens.sequence_lengths, self._joining.room).first(bounds))
+        least = self._joining.min_sentences
+        if (found >= least).any():
             return None
-        return f"no tokens in {len(bounds) - 1} documents"
+        documents = f"{len(bounds) - 1} documents"
+        if not found.any():
+            return f"no tokens in {documents}"
+        return f"fewer than {least} sentences in each of {documents}"
 
     def _documents(self, source: SplitSource, tokens: TokenSource) -> npt.NDArray[np.int64]:
         """Return the bounds of a split's documents, as numbers of rows."""
@@ -118,26 +119,6 @@ class SentenceMaker:
             "asked of it; give the split a larger share, or ask nothing of it (--eval-iters 0 for "
             "validation and test)"
         )
-
-
-def tight_limits(room: int, limits: NgramLimits) -> list[str]:
-    """Return what keeps samples of full length from being masked as much as is asked for."""
-    masked = max(1, round(room * limits.mask_prob))
-    mean = (1 - (1 - GEOMETRIC) ** limits.max_ngram) / GEOMETRIC
-    spans = math.ceil(masked / mean)
-    text = f"--mask-prob {limits.mask_prob} of {room} tokens is {masked}, in about {spans} spans"
-    lines = []
-    if masked + spans > limits.most_targets:
-        lines.append(
-            f"{text}, which --decoder-seq-length ({limits.most_targets + 1}) has no room for: "
-            f"fewer are masked; it takes {masked + spans + 1} or more"
-        )
-    if spans > limits.most_spans:
-        lines.append(
-            f"{text}, but the tokenizer has {limits.most_spans} sentinel tokens: fewer are masked; "
-            f"give --vocab-extra-ids {spans} or more"
-        )
-    return lines
 
 
 def content_mark(lengths: npt.NDArray[Any], documents: npt.NDArray[np.int64]) -> dict[str, Any]:

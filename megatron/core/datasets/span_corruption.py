@@ -77,7 +77,7 @@ def ngram_spans(
             break
         ngram = min(int(random.geometric(GEOMETRIC)), limits.max_ngram)
         start = int(starts[word])
-        end = _longest(ends, word, ngram, start + budget - masked)
+        end = longest_run(ends, word, ngram, start + budget - masked)
         if end is None or is_masked[start:end].any():
             continue
         if masked + len(spans) + end - start + 1 > limits.most_targets:
@@ -88,8 +88,11 @@ def ngram_spans(
     return np.array(sorted(spans), dtype=np.int64).reshape(-1, 2)
 
 
-def _longest(ends: npt.NDArray[np.int64], word: int, ngram: int, limit: float) -> int | None:
-    """Return the end of the longest span of up to ``ngram`` words that ends by ``limit``."""
+def longest_run(ends: npt.NDArray[np.int64], word: int, ngram: int, limit: float) -> int | None:
+    """Return the end of the longest run of up to ``ngram`` words from ``word`` on, by ``limit``.
+
+    None where not even the first word does.
+    """
     last = min(word + ngram, len(ends)) - 1
     while last >= word:
         if ends[last] <= limit:

@@ -1,4 +1,7 @@
-"""What a user says about samples whose spans are masked, for an encoder and a decoder."""
+"""What a user says about samples whose spans are masked, for an encoder and a decoder.
+
+Shares and n-grams are also those of `bert_config`'s samples.
+"""
 
 from typing import Literal
 
@@ -21,10 +24,11 @@ class T5DataConfig(Config):
     """Share of the tokens that is masked."""
 
     short_seq_prob: float = option(0.1)
-    """Share of the samples that are made shorter, under --span-corruption ngrams."""
+    """Share of the samples that are made shorter, under --span-corruption ngrams or
+    --masked-words."""
 
-    masking_max_ngram: int = option(10)
-    """Words of a span at most, under --span-corruption ngrams."""
+    masking_max_ngram: int = option(derived="10, or 3 with --masked-words")
+    """Words of a span at most, under --span-corruption ngrams or --masked-words."""
 
     mean_noise_span_length: float = option(3.0)
     """Mean tokens of a span, under --span-corruption random_spans."""

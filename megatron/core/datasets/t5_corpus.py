@@ -1,18 +1,22 @@
 """An encoder-decoder's samples of one corpus, from flags."""
 
+import math
 from typing import Protocol
 
 from megatron.core.datasets.cache import IndexStore
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset, SampleOptions
-from megatron.core.datasets.sentence_corpus import SentenceMaker
+from megatron.core.datasets.sentence_corpus import Joining, SentenceBuilder
 from megatron.core.datasets.source import FEW_MOCK_ROWS, MockSource, TokenSource, by_document
 from megatron.core.datasets.sources import SplitSource
-from megatron.core.datasets.span_corruption import NoiseShape
+from megatron.core.datasets.span_corruption import GEOMETRIC, NgramLimits, NoiseShape
 from megatron.core.datasets.stream_corpus import Cut, StreamBuilder
-from megatron.core.datasets.t5 import RandomMasking, T5Dataset, T5Options
+from megatron.core.datasets.t5 import NgramMasking, RandomMasking, T5Dataset, T5Options
 from megatron.core.datasets.token_info import TokenInfo
 from megatron.core.utils import Say, UserError
+
+FREE_PLACES = 2
+"""Places of the encoder that texts of sentences leave free, as Megatron-core's do."""
 
 
 class _Part(Protocol):
@@ -41,7 +45,7 @@ class T5Maker:
         self._text_ids = min(options.sentinels)
         self._part: _Part
         if config.t5.span_corruption == "ngrams":
-            self._part = SentenceMaker(config, info, seed, store, options, say)
+            self._part = NgramMaker(config, info, seed, store, options, say)
         else:
             self._part = StreamMaker(config, info, seed, store, options, keep_partial, say)
 
@@ -98,6 +102,70 @@ def noise_shape(config: DataConfig) -> NoiseShape:
     """Return how much noise random spans make, and in spans of which length."""
     t5 = config.t5
     return NoiseShape(density=t5.mask_prob, mean_span_length=t5.mean_noise_span_length)
+
+
+class NgramMaker:
+    """Makes data sets of Megatron-LM's kind: n-grams of words in sentences of one document."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        info: TokenInfo,
+        seed: int,
+        store: IndexStore,
+        options: T5Options,
+        say: Say,
+    ) -> None:
+        t5 = config.t5
+        self._seed, self._options = seed, options
+        room = options.encoder_seq_length - FREE_PLACES
+        self._limits = NgramLimits(
+            mask_prob=t5.mask_prob,
+            max_ngram=t5.masking_max_ngram,
+            most_spans=len(options.sentinels),
+            most_targets=options.decoder_seq_length - 1,
+        )
+        self._continues_word = info.tokenizer.continues_word()
+        self._builder = SentenceBuilder(
+            config, info, seed, store, Joining(kind="T5Dataset", room=room)
+        )
+        for line in tight_limits(room, self._limits):
+            say(f"WARNING: {line}")
+
+    def make(self, source: SplitSource, tokens: TokenSource, asked: int | None) -> T5Dataset:
+        """Return the data set of one split of one corpus."""
+        texts = self._builder.build(source, tokens, asked)
+        masking = NgramMasking(
+            limits=self._limits,
+            targets=texts.index.sample[:, 2],
+            continues_word=self._continues_word,
+            seed=self._seed,
+        )
+        return T5Dataset(texts, masking, self._options)
+
+    def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
+        """Return what a split has, if one pass over it yields no sample."""
+        return self._builder.shortfall(source, tokens)
+
+
+def tight_limits(room: int, limits: NgramLimits) -> list[str]:
+    """Return what keeps samples of full length from being masked as much as is asked for."""
+    masked = max(1, round(room * limits.mask_prob))
+    mean = (1 - (1 - GEOMETRIC) ** limits.max_ngram) / GEOMETRIC
+    spans = math.ceil(masked / mean)
+    text = f"--mask-prob {limits.mask_prob} of {room} tokens is {masked}, in about {spans} spans"
+    lines = []
+    if masked + spans > limits.most_targets:
+        lines.append(
+            f"{text}, which --decoder-seq-length ({limits.most_targets + 1}) has no room for: "
+            f"fewer are masked; it takes {masked + spans + 1} or more"
+        )
+    if spans > limits.most_spans:
+        lines.append(
+            f"{text}, but the tokenizer has {limits.most_spans} sentinel tokens: fewer are masked; "
+            f"give --vocab-extra-ids {spans} or more"
+        )
+    return lines
 
 
 class StreamMaker:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.bert import BertDataset
 from megatron.core.datasets.blended import BlendedDataset, Dataset, Member
 from megatron.core.datasets.source import FileSource, TokenSource
 from megatron.core.datasets.t5 import T5Dataset
@@ -46,9 +47,11 @@ class Trace:
     counted: int
     """Tokens at which loss is taken."""
     encoder: Tokens | None = None
-    """What the encoder of an encoder-decoder is given, without padding."""
+    """What an encoder is given, without padding."""
     target: Tokens | None = None
-    """What its decoder is to say; `tokens` are the text that both are made of."""
+    """What is to be said by its decoder or, where it is alone, at its masked places; `tokens` are
+    the text that both are made of."""
+    has_decoder: bool = False
 
     @property
     def is_rearranged(self) -> bool:
@@ -72,6 +75,17 @@ def trace(dataset: Dataset, i: int) -> Trace:
             tokens=dataset.text(i),
             counted=counted,
             encoder=sample["encoder_tokens"][sample["encoder_valid"]],
+            target=sample["labels"][sample["loss_mask"] > 0],
+            has_decoder=True,
+        )
+    if isinstance(dataset, BertDataset):
+        return Trace(
+            source=name,
+            number=i,
+            pieces=pieces,
+            tokens=dataset.text(i),
+            counted=counted,
+            encoder=sample["tokens"][: int(sample["cu_seqlens"][1])],
             target=sample["labels"][sample["loss_mask"] > 0],
         )
     tokens = np.append(sample["tokens"], sample["labels"][-1])
