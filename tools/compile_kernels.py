@@ -28,8 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.kernels import table  # noqa: E402
+from megatron.core.kernels import permute, table  # noqa: E402
 from megatron.core.kernels.adam import AdamStep  # noqa: E402
+from megatron.core.kernels.permute import Moves  # noqa: E402
 from megatron.core.kernels.probe import INSTALL, missing  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -81,6 +82,15 @@ def scores(causal: bool) -> None:
     both_ways("masked_softmax", leaf(1, 2, 16, 4096), visible, causal, 0.1)
 
 
+def moves(choices: int, dtype: torch.dtype) -> None:
+    """Sort 64 tokens by expert and join what experts make of them."""
+    ours: Moves = table.TABLE["permute"]["triton"].implementation
+    by = permute.sort_choices(torch.arange(64 * choices).view(64, choices), None, 64 * choices)
+    rows = ours.permute(leaf(64, 7168, dtype=dtype), by)
+    out = ours.unpermute(rows, leaf(64, choices, dtype=F32), by)
+    out.backward(torch.zeros_like(out))
+
+
 def steps(decoupled: bool, dtypes: tuple[torch.dtype, ...]) -> None:
     """Run a step of Adam on a range."""
     scalar = torch.ones(())
@@ -111,6 +121,8 @@ def cases() -> list[Callable[[], None]]:
         lambda: losses(False, BF16),
         lambda: scores(True),
         lambda: scores(False),
+        lambda: moves(8, BF16),
+        lambda: moves(2, F32),
         lambda: steps(True, (F32, F32, F32, F32)),
         lambda: steps(False, (F32, BF16, BF16, BF16)),
     ]  # fmt: skip

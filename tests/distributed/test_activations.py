@@ -55,6 +55,7 @@ FLAT = {
     "tp2, latents of experts": f"{TP2} --num-experts 4 --moe-latent-size 24",
     "tp2 sp, latents of experts": f"{TP2} --sequence-parallel --num-experts 4 --bf16 --swiglu "
     "--moe-latent-size 24 --moe-shared-expert-intermediate-size 48",
+    "tp2, experts in places": f"{TP2} --num-experts 4 --moe-permute-fusion",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
     "ring": f"{CP2} {ROPE}",
     "ring in bf16": f"{CP2} --bf16 --qk-layernorm",
@@ -96,7 +97,7 @@ SCHEDULES = {
     "zb-h1, latents, shared": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-latent-size 24",
     "zb-h1, latents made again": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-latent-size 24 "
     f"--moe-shared-expert-gate {PARTS} moe",
-    "1f1b, experts made again": f"{EXPERTS} {PARTS} moe layernorm",
+    "1f1b, experts made again": f"{EXPERTS} {PARTS} moe layernorm --moe-permute-fusion",
     "zb-h1, experts made again": f"--pipeline-schedule zb-h1 {EXPERTS} {PARTS} moe",
     "1f1b, activations of experts": f"{EXPERTS} --swiglu {PARTS} moe_act shared_experts",
     "gpipe, experts moved": f"--pipeline-schedule gpipe {EXPERTS} {MOVED} expert_fc1 moe_act",

@@ -91,6 +91,8 @@ LAYOUTS = [
         "--min-offloaded-tensor-size 1",
     ),
     (8, f"{TP} 2 --sequence-parallel {PP} 2 {EP} 4 {ETP} 1 {A2A} --use-distributed-optimizer"),
+    (2, f"{EP} 2 {A2A} --moe-permute-fusion"),
+    (2, f"{EP} 2 --moe-permute-fusion"),
     (8, f"{TP} 2 {CP} 2 {PP} 2 {EP} 2 {ETP} 2 --use-tp-pp-dp-mapping {A2A}"),
     (8, f"{TP} 2 {EP} 4 {A2A} --overlap-grad-reduce --ddp-bucket-size 900"),
 ]

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import activation, cross_entropy, dropout, norm, philox, rope, table
+from megatron.core.kernels import (
+    activation,
+    cross_entropy,
+    dropout,
+    norm,
+    permute,
+    philox,
+    rope,
+    table,
+)
 from megatron.core.kernels.adam import AdamStep, adam_reference
 from megatron.core.kernels.masked_softmax import masked_softmax_reference
 from tests.kernels import needs
@@ -247,6 +256,31 @@ def adam_step(number: int, **changes: Any) -> AdamStep:
         "found_nonfinite": torch.zeros(()),
     }  # fmt: skip
     return AdamStep(**{**values, **changes})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", ["all", "some", "none"])
+@pytest.mark.parametrize(("tokens", "choices", "width"), [(5, 2, 7), (3, 3, 1030), (4, 1, 64)])
+def test_permute(tokens: int, choices: int, width: int, kept: str, dtype: torch.dtype) -> None:
+    """Of rows and weights: where choices have no row, and where a row is longer than a piece."""
+    experts_TK = torch.stack([torch.randperm(4)[:choices] for _ in range(tokens)])
+    kept_TK = None if kept == "all" else (torch.rand(tokens, choices) < 0.6) & (kept == "some")
+    count = tokens * choices if kept_TK is None else int(kept_TK.sum())
+    by = permute.sort_choices(experts_TK, kept_TK, count)
+    x_TH, y_NH = drawn(tokens, width, dtype=dtype), drawn(count, width, dtype=dtype)
+    weights_TK = torch.rand(tokens, choices, dtype=F64)
+    ours, reference = triton_op("permute"), permute.REFERENCE
+    if count:
+        compare(lambda x: ours.permute(x, by), lambda x: reference.permute(x, by), [x_TH], dtype)
+    results = []
+    for moves, kind, wide in ((ours, dtype, torch.float32), (reference, F64, F64)):
+        y, w = y_NH.to(kind).requires_grad_(), weights_TK.to(wide).requires_grad_()
+        out = moves.unpermute(y, w, by)
+        results.append((out, *torch.autograd.grad((out * x_TH.to(kind)).sum(), (y, w))))
+    for name, got, want in zip(("value", "rows", "weights"), *results, strict=True):
+        if not want.numel():
+            continue
+        close(got, want, torch.float32 if name == "weights" else dtype, name, width**0.5)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

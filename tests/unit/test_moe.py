@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import rng, sharding
-from megatron.core.kernels import grouped, permute
+from megatron.core.kernels import grouped, permute, permute_in_places
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.backends import choose_backends
 from megatron.core.transformer.config import TransformerConfig
@@ -145,6 +145,36 @@ def test_sorting_has_the_gradients_of_its_sums() -> None:
     assert torch.autograd.gradcheck(there_and_back, (x_TH, weights_TK))
     order = torch.tensor([2, 0, 1])
     assert torch.autograd.gradcheck(lambda x: permute.rearrange(x, order), (x_TH,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", ["all", "some", "none"])
+def test_moves_that_know_places_alone_equal_the_reference(kept: str, dtype: torch.dtype) -> None:
+    """Values, gradients of tokens, rows and weights; a backward keeps no order of rows."""
+    generator = torch.Generator().manual_seed(5)
+    experts_TK = torch.stack([torch.randperm(4, generator=generator)[:3] for _ in range(6)])
+    kept_TK = None
+    if kept != "all":
+        kept_TK = (torch.rand(6, 3, generator=generator) < 0.5) & (kept == "some")
+    count = 18 if kept_TK is None else int(kept_TK.sum())
+    by = permute.sort_choices(experts_TK, kept_TK, count)
+    wide = torch.promote_types(dtype, torch.float32)
+    results, saved = [], list[Tensor]()
+    for moves in (permute_in_places.MOVES, permute.REFERENCE):
+        generator.manual_seed(6)
+        x_TH = torch.randn(6, 5, generator=generator).to(dtype).requires_grad_()
+        weights_TK = torch.rand(6, 3, generator=generator).to(wide).requires_grad_()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            rows_NH = moves.permute(x_TH, by)
+            y_TH = moves.unpermute(rows_NH, weights_TK, by)
+        if not results:
+            assert [x.shape for x in saved] == [(6, 3), (count, 5), (6, 3), (6, 3)]
+        grads = torch.autograd.grad(y_TH.square().sum(), (x_TH, rows_NH, weights_TK))
+        results.append((rows_NH, y_TH, *grads))
+    for ours, expected in zip(*results, strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.skipif(

@@ -7,6 +7,7 @@ Shapes: T tokens, K choices of each, E experts, N rows after sorting (of the cho
 width. A row belongs to one choice; ``places_TK`` says where each choice's row is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,17 @@ def unpermute(y_NH: Tensor, weights_TK: Tensor, by: Sorted) -> Tensor:
     return _Unpermute.apply(y_NH, weights_TK, by)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Moves:
+    """One implementation of the ways there and back."""
+
+    permute: Callable[[Tensor, Sorted], Tensor]
+    unpermute: Callable[[Tensor, Tensor, Sorted], Tensor]
+
+
+REFERENCE = Moves(permute, unpermute)
+
+
 def rearrange(x_NH: Tensor, order_N: Tensor) -> Tensor:
     """Return the rows of ``x`` in another order, which holds each row once."""
     return _Rearrange.apply(x_NH, order_N)  # type: ignore[no-any-return]
@@ -81,16 +93,16 @@ def inverse(order_N: Tensor) -> Tensor:
     return back
 
 
-def _with_zero(x_NH: Tensor, by: Sorted) -> Tensor:
+def with_zero(x_NH: Tensor, by: Sorted) -> Tensor:
     """Return the rows with one of zeros behind them, where choices without a row find it."""
     if by.is_complete:
         return x_NH
     return torch.cat((x_NH, x_NH.new_zeros(1, x_NH.shape[1])))
 
 
-def _gathered_sum(x_NH: Tensor, weights_TK: Tensor | None, by: Sorted) -> Tensor:
+def gathered_sum(x_NH: Tensor, weights_TK: Tensor | None, by: Sorted) -> Tensor:
     """Return the sum over each token's rows, in fp32 or finer."""
-    wide, rows = accumulate_dtype(x_NH.dtype), _with_zero(x_NH, by)
+    wide, rows = accumulate_dtype(x_NH.dtype), with_zero(x_NH, by)
     total = None
     for k in range(by.num_choices):
         part = rows.index_select(0, by.places_TK[:, k]).to(wide)
@@ -122,14 +134,14 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         by = ctx.by.sorted(*ctx.saved_tensors)
-        return _gathered_sum(grads[0], None, by).to(grads[0].dtype), None
+        return gathered_sum(grads[0], None, by).to(grads[0].dtype), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, weights_TK: Tensor, by: Sorted) -> Tensor:
         ctx.by = _Kept(ctx, by, y_NH, weights_TK)
-        return _gathered_sum(y_NH, weights_TK, by).to(y_NH.dtype)
+        return gathered_sum(y_NH, weights_TK, by).to(y_NH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -141,7 +153,7 @@ class _Unpermute(torch.autograd.Function):
             rows_NH = grad_TH.index_select(0, by.tokens_N)
             dy_NH = (rows_NH * weights_N[:, None]).to(y_NH.dtype)
         if ctx.needs_input_grad[1]:
-            wide, rows = accumulate_dtype(y_NH.dtype), _with_zero(y_NH, by)
+            wide, rows = accumulate_dtype(y_NH.dtype), with_zero(y_NH, by)
             columns = [
                 (rows.index_select(0, by.places_TK[:, k]).to(wide) * grad_TH).sum(1)
                 for k in range(by.num_choices)

@@ -24,6 +24,8 @@ from megatron.core.kernels import (
     masked_softmax,
     norm,
     packages,
+    permute,
+    permute_in_places,
     rope,
     sdpa,
 )
@@ -131,6 +133,11 @@ TABLE: dict[str, dict[str, Backend]] = {
     "grouped_products": {
         "torch": Backend(grouped.TORCH, grouped.torch_missing),
         "reference": Backend(grouped.LOOP),
+    },
+    "permute": {
+        "triton": in_triton("permute:MOVES"),
+        "function": Backend(permute_in_places.MOVES),
+        "reference": Backend(permute.REFERENCE),
     },
     "adam": {
         "triton": in_triton("adam:adam"),

@@ -12,6 +12,7 @@ from megatron.core.kernels.attention import AttentionFunction
 from megatron.core.kernels.cross_entropy import Kernels
 from megatron.core.kernels.grouped import LOOP, GroupedProducts
 from megatron.core.kernels.norm import WIDEST_FUSED
+from megatron.core.kernels.permute import REFERENCE, Moves
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 
@@ -29,6 +30,8 @@ class Backends:
     bias_dropout_add: Callable[..., Tensor]
     grouped_products: GroupedProducts
     """Of experts."""
+    permute: Moves
+    """Of tokens, sorted by expert."""
     cross_entropy: Kernels | Callable[..., Tensor]
     names: dict[str, str]
     """Op -> backend, for the start-up log."""
@@ -62,6 +65,7 @@ def choose_backends(
     return Backends(
         activation=chosen.pop(activation),
         grouped_products=chosen.pop("grouped_products", LOOP),
+        permute=chosen.pop("permute", REFERENCE),
         **chosen,
         names=names,
         unfit={op: unfit.get(op, {}) for op in names},
@@ -99,6 +103,7 @@ def wanted_backends(config: TransformerConfig) -> dict[str, str]:
     experts = {}
     if config.moe.num_experts is not None:
         experts["grouped_products"] = "auto" if config.moe.moe_grouped_gemm else "reference"
+        experts["permute"] = "auto" if config.moe.moe_permute_fusion else "reference"
     return {
         "attention": table.attention_backend(
             config.attention_backend, fusion.masked_softmax_fusion

@@ -123,10 +123,9 @@ def _routed(share: Share) -> list[Region]:
         Piece("experts", choices * INDEX, INDEX),
         Piece("weights", choices * share.main, share.main),
     )
-    places = (
-        Piece("order", (rows if gathers else choices) * INDEX, INDEX),
-        Piece("places", seen * INDEX, INDEX),
-    )
+    places: tuple[Piece, ...] = (Piece("places", seen * INDEX, INDEX),)
+    if not moe.moe_permute_fusion:
+        places = (Piece("order", (rows if gathers else choices) * INDEX, INDEX), *places)
     moved = list(places)
     if not gathers and sizes["etp_ep"] > 1:
         moved += [Piece(f"order {way}", rows * INDEX, INDEX) for way in ("here", "back")]

@@ -40,6 +40,10 @@ class MoEConfig(Config):
     moe_grouped_gemm: bool = option(False)
     """Multiply all experts of a rank in one call, where the device has one; else one by one."""
 
+    moe_permute_fusion: bool = option(False)
+    """Sort tokens by expert, and join their outputs with their weights, in one kernel each; its
+    backward keeps less."""
+
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let an expert be as wide as the MLP of a dense layer."""

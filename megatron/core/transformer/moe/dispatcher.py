@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.kernels import permute
+from megatron.core.kernels.permute import Moves
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.routing import Routing
@@ -50,32 +51,40 @@ class Dispatcher(Protocol):
         ...
 
 
-def build_dispatcher(kind: str, num_experts: int, mesh: Mesh) -> Dispatcher:
-    """Return the dispatcher that a value of --moe-token-dispatcher-type asks for."""
+def build_dispatcher(
+    kind: str, num_experts: int, mesh: Mesh, moves: Moves = permute.REFERENCE
+) -> Dispatcher:
+    """Return the dispatcher that a value of --moe-token-dispatcher-type asks for.
+
+    ``moves`` sorts tokens by expert and joins their outputs.
+    """
     if mesh.etp_ep.size == 1:
-        return Local(num_experts)
-    return Gathering(num_experts, mesh) if kind == "allgather" else Exchanging(num_experts, mesh)
+        return Local(num_experts, moves)
+    if kind == "allgather":
+        return Gathering(num_experts, mesh, moves)
+    return Exchanging(num_experts, mesh, moves)
 
 
 class Local:
     """All experts are here."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self, num_experts: int, moves: Moves = permute.REFERENCE) -> None:
+        self.num_experts, self.moves = num_experts, moves
 
     def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
         """See `Dispatcher`."""
         counts_E = _counts(routing.experts_TK, routing.kept_TK, self.num_experts)
         sizes: list[int] = counts_E.tolist()
         by = permute.sort_choices(routing.experts_TK, routing.kept_TK, sum(sizes))
-        y_NH = compute(permute.permute(x_TH, by), sizes)
-        return permute.unpermute(y_NH, routing.weights_TK, by)
+        y_NH = compute(self.moves.permute(x_TH, by), sizes)
+        return self.moves.unpermute(y_NH, routing.weights_TK, by)
 
 
 class Gathering:
     """Every rank gets all tokens."""
 
-    def __init__(self, num_experts: int, mesh: Mesh) -> None:
+    def __init__(self, num_experts: int, mesh: Mesh, moves: Moves) -> None:
+        self.moves = moves
         self.axis, self.own = mesh.etp_ep, divide(num_experts, mesh.ep.size)
         self.first = mesh.ep.coordinate * self.own
 
@@ -91,16 +100,16 @@ class Gathering:
         mine_GK = (experts_GK >= 0) & (experts_GK < self.own)
         sizes: list[int] = _counts(experts_GK, mine_GK, self.own).tolist()
         by = permute.sort_choices(experts_GK, mine_GK, sum(sizes))
-        y_NH = compute(permute.permute(x_GH, by), sizes)
-        partial_GH = permute.unpermute(y_NH, weights_GK, by)
+        y_NH = compute(self.moves.permute(x_GH, by), sizes)
+        partial_GH = self.moves.unpermute(y_NH, weights_GK, by)
         return mappings.leave(partial_GH, self.axis, sequence_parallel=True)
 
 
 class Exchanging:
     """Each row travels to the ranks of its expert."""
 
-    def __init__(self, num_experts: int, mesh: Mesh) -> None:
-        self.axis, self.num_experts = mesh.etp_ep, num_experts
+    def __init__(self, num_experts: int, mesh: Mesh, moves: Moves) -> None:
+        self.axis, self.num_experts, self.moves = mesh.etp_ep, num_experts, moves
         self.ways, self.own = mesh.etp.size, divide(num_experts, mesh.ep.size)
         self.first = mesh.ep.coordinate * self.own
 
@@ -119,12 +128,12 @@ class Exchanging:
         sizes = [sum(came[expert :: self.own]) for expert in range(self.own)]
 
         by = permute.sort_choices(routing.experts_TK, routing.kept_TK, sum(numbers))
-        x_NH = _copies(permute.permute(x_TH, by), blocks, self.ways)
+        x_NH = _copies(self.moves.permute(x_TH, by), blocks, self.ways)
         x_MH = _exchange(x_NH, self.axis, sent, received, "sent")
         y_MH = compute(permute.rearrange(x_MH, order), sizes)
         y_MH = permute.rearrange(y_MH, permute.inverse(order))
         y_NH = _summed(_exchange(y_MH, self.axis, received, sent, "received"), blocks, self.ways)
-        return permute.unpermute(y_NH, routing.weights_TK, by)
+        return self.moves.unpermute(y_NH, routing.weights_TK, by)
 
 
 def _counts(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:

@@ -86,7 +86,9 @@ class MoELayer(nn.Module):
             init = residual_init(config, up)
             self.fc2_latent_proj = WholeLinear(up, init, mesh, dtype, parted, bias=bias)
         self.experts = Experts(config, mesh, dtype, backends, saving)
-        self.dispatch = build_dispatcher(moe.moe_token_dispatcher_type, moe.num_experts, mesh)
+        self.dispatch = build_dispatcher(
+            moe.moe_token_dispatcher_type, moe.num_experts, mesh, backends.permute
+        )
         self.pads = config.router.moe_pad_expert_input_to_capacity
         # Whose tokens come to the experts of a rank: each has a capacity.
         self.microbatches = -(-mesh.etp_ep.size // self.router.sharers.count)
