@@ -124,6 +124,8 @@ class Mesh:
         """Each once: without ``dp_inner`` where that is ``dp_cp``."""
         self.rank = rank
         self.device = device
+        self.buffers: dict[str, Any] = {}
+        """What packages keep for groups of this mesh, by package: one, whoever asks first."""
         self._named = {"dp_inner": axes["dp_cp"], **axes}
         for name, axis in self._named.items():
             setattr(self, name, axis)

@@ -19,6 +19,7 @@ _CUDA_ONLY = (
     ("model", "transformer_impl", ("transformer_engine", "apex"), "auto"),
     ("model", "attention_backend", ("flash", "fused"), "auto"),
     ("model.fusion", "cross_entropy_fusion_impl", ("te",), "native"),
+    ("model.moe", "moe_token_dispatcher_type", ("flex",), "alltoall"),
 )
 
 
@@ -36,6 +37,7 @@ def cuda_only(config: RunConfig) -> list[str]:
         f"{flag(name)} {attrgetter(f'{part}.{name}')(config)}"
         for part, name, values, _ in _CUDA_ONLY
         if attrgetter(f"{part}.{name}")(config) in values
+        and (part != "model.moe" or config.model.moe.num_experts is not None)
     ]
 
 

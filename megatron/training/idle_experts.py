@@ -15,6 +15,9 @@ def idle_experts(config: RunConfig) -> dict[str, str]:
     idle, sizes = {}, config.parallel
     if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:
         idle["moe_token_dispatcher_type"] = "every rank holds all experts"
+    if moe.moe_token_dispatcher_type != "flex":
+        names = ("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms")
+        idle |= dict.fromkeys(names, "no --moe-token-dispatcher-type flex")
     if router.capacity_factor is None:
         idle["moe_token_drop_policy"] = "no --moe-expert-capacity-factor"
     if not router.moe_router_enable_expert_bias:

@@ -7,8 +7,9 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.transformer.moe.dispatcher import Local, build_dispatcher
+from megatron.core.transformer.moe.dispatcher import Dispatcher, Local, build_dispatcher
 from megatron.core.transformer.moe.routing import Routing
+from tests import deepep_stand_in
 from tests.harness import Pool
 
 TOKENS, HIDDEN, EXPERTS, CHOICES = 3, 4, 4, 2
@@ -51,7 +52,14 @@ def travels(rank: int, kind: str, loads: str, ep: int, etp: int) -> dict[str, Te
     mesh = Mesh.create(ParallelConfig.resolve(**sizes), torch.device("cpu"))
     own, x_TH, routing = EXPERTS // ep, tokens_of(rank), routing_of(loads, rank)
     first = mesh.ep.coordinate * own
-    dispatch = build_dispatcher(kind, EXPERTS, mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        deepep_stand_in.install(patch)
+        return _travels(build_dispatcher(kind, EXPERTS, mesh), x_TH, routing, first, etp, mesh)
+
+
+def _travels(
+    dispatch: Dispatcher, x_TH: Tensor, routing: Routing, first: int, etp: int, mesh: Mesh
+) -> dict[str, Tensor]:
     with comm.recording() as calls:
         y_TH = dispatch(x_TH, routing, lambda x, n: compute(first, 1.0 / etp, x, n))
         (y_TH * (1 + torch.arange(y_TH.numel()).view_as(y_TH))).sum().backward()
@@ -63,7 +71,7 @@ def travels(rank: int, kind: str, loads: str, ep: int, etp: int) -> dict[str, Te
 
 
 @pytest.mark.parametrize("loads", LOADS)
-@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+@pytest.mark.parametrize("kind", ["allgather", "alltoall", "flex"])
 @pytest.mark.parametrize(
     "layout", ["ep2 etp2", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYOUTS)[:3])]
 )

@@ -1,16 +1,22 @@
 """A mixture of experts on every layout is the serial one: losses, norms, gradients, weights."""
 
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.reader import Checkpoint
+from megatron.core.models.gpt import GPTModel
 from megatron.training.arguments import parse
 from megatron.training.program import Program
 from megatron.training.verification import equality, outcomes
 from megatron.training.verification.outcomes import Outcome
 from megatron.training.verification.small_run import VOCABULARY
+from tests import deepep_stand_in
 from tests.harness import Pool
 from tests.programs import assert_rows_equal, launch, metrics
 from tools.verify_layout import closed_form
@@ -56,7 +62,7 @@ FURTHER = {"plain": 2, "rich": 2, "biased": 0, "ahead": 3, "latent": 1}
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 CHECKED = "--check-weight-hash-across-dp-replicas-interval 1"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-A2A = "--moe-token-dispatcher-type alltoall"
+A2A, FLEX = (f"--moe-token-dispatcher-type {kind}" for kind in ("alltoall", "flex"))
 LAYOUTS = [
     (2, f"{EP} 2"),
     (2, f"{EP} 2 {A2A}"),
@@ -92,6 +98,8 @@ LAYOUTS = [
     ),
     (8, f"{TP} 2 --sequence-parallel {PP} 2 {EP} 4 {ETP} 1 {A2A} --use-distributed-optimizer"),
     (2, f"{EP} 2 {A2A} --moe-permute-fusion"),
+    (4, f"{TP} 2 {EP} 2 {ETP} 2 {FLEX} --moe-permute-fusion"),
+    (4, f"{EP} 4 {FLEX} --recompute-granularity selective --recompute-modules moe"),
     (2, f"{EP} 2 --moe-permute-fusion"),
     (8, f"{TP} 2 {CP} 2 {PP} 2 {EP} 2 {ETP} 2 --use-tp-pp-dp-mapping {A2A}"),
     (8, f"{TP} 2 {EP} 4 {A2A} --overlap-grad-reduce --ddp-bucket-size 900"),
@@ -100,11 +108,24 @@ USUAL = (0, 3, 7, 8)
 """Numbers of the layouts that every run of the tests tries."""
 
 
+def model_by_stand_in(*arguments: Any) -> list[GPTModel]:
+    """Build the model where the package of --moe-token-dispatcher-type flex is a stand-in."""
+    with pytest.MonkeyPatch.context() as patch:
+        deepep_stand_in.install(patch)
+        chunks = pretrain_gpt.build_model(*arguments)
+    # It is imported when the first tokens are there.
+    sys.modules["deep_ep"] = SimpleNamespace(Buffer=deepep_stand_in.Buffer)  # type: ignore[assignment]
+    return chunks
+
+
 def outcome(pool: Pool, world: int, words: str) -> tuple[Outcome, list[outcomes.Traffic]]:
     """Return what came out of a layout, and what its ranks should have moved."""
     run = parse(f"{BASE} {words} --dry-run --dry-run-world-size {world}".split()).config
+    if FLEX in words:  # which stands for alltoall on the CPU
+        moe = replace(run.model.moe, moe_token_dispatcher_type="flex")
+        run = replace(run, model=replace(run.model, moe=moe))
     program = Program(
-        build_model=pretrain_gpt.build_model,
+        build_model=model_by_stand_in if FLEX in words else pretrain_gpt.build_model,
         build_datasets=pretrain_gpt.build_datasets,
         forward_step=pretrain_gpt.forward_step,
     )

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from megatron.core import rng, sharding
 from megatron.core.kernels import grouped, permute, permute_in_places
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.transformer.backends import choose_backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.dispatcher import build_dispatcher
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.plan import layer_plan, mtp_layer_plan
 from megatron.core.transformer.saving import Saving
@@ -213,7 +214,10 @@ def test_layers_with_experts_go_by_number_or_pattern() -> None:
         ("--num-experts 4 --moe-layer-freq [1]*3", "names 3 layers, --num-layers is 4"),
         ("--num-experts 4 --moe-layer-freq [2]*4", "a pattern holds 0 and 1 only"),
         ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq"),
-        ("--num-experts 4 --moe-token-dispatcher-type flex", "dispatcher-type alltoall"),
+        (
+            "--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-num-sms 0",
+            "--moe-flex-dispatcher-num-sms (0)",
+        ),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"),
         ("--num-experts 4 --moe-router-topk 5", "must not exceed --num-experts (4)"),
         ("--num-experts 4 --moe-latent-size 0", "--moe-latent-size"),
@@ -228,6 +232,28 @@ def test_layers_with_experts_go_by_number_or_pattern() -> None:
 )
 def test_what_does_not_go_together_is_refused(words: str, said: str) -> None:
     assert said in refused(words)
+
+
+def test_a_package_that_is_missing_is_named_with_the_way_out() -> None:
+    group = Axis("etp_ep", (0, 1), 0, None)
+    mesh = Mesh({**Mesh.serial().axes, "etp_ep": group}, 0, torch.device("cpu"))
+    with pytest.raises(
+        UserError, match="flex: deep_ep.*DeepEP.*--moe-token-dispatcher-type alltoa"
+    ):
+        build_dispatcher("flex", 4, mesh)
+
+
+def test_a_plan_needs_no_package() -> None:
+    """On the CPU the exchange stands for it, and a line says so; other dispatchers need none."""
+    words = "--num-experts 4 --expert-model-parallel-size 2 --dry-run-world-size 2"
+    run = plan(f"{words} --moe-token-dispatcher-type flex --moe-enable-deepep --bf16")
+    assert run.config.model.moe.moe_token_dispatcher_type == "flex"
+    assert not any("flex" in line for line in run.lines() if "no effect" in line)
+    here = plan(f"{words} --moe-token-dispatcher-type flex --device cpu")
+    assert here.config.model.moe.moe_token_dispatcher_type == "alltoall"
+    assert any("stands in for --moe-token-dispatcher-type flex" in line for line in here.lines())
+    idle = plan(f"{words} --moe-flex-dispatcher-num-sms 24")
+    assert any("no --moe-token-dispatcher-type flex" in line for line in idle.lines())
 
 
 def test_settings_of_experts_without_experts_are_named() -> None:

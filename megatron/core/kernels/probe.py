@@ -12,6 +12,7 @@ INSTALL = {
     "CUDA brings it)",
     "flash_attn": "pip install flash-attn --no-build-isolation (needs CUDA)",
     "transformer_engine": "pip install transformer-engine[pytorch] (needs CUDA)",
+    "deep_ep": "build DeepEP from https://github.com/deepseek-ai/DeepEP (needs CUDA)",
     "apex": "build NVIDIA's Apex from its sources with --cuda_ext (the package of that name on "
     "PyPI is another one)",
 }

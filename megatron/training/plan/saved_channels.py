@@ -112,10 +112,15 @@ def _routed(share: Share) -> list[Region]:
     positions = share.tokens // share.samples if share.samples else 0
     own = share.samples * -(-positions // share.tp)
     choices = own * model.router.moe_router_topk
-    gathers = moe.moe_token_dispatcher_type == "allgather" and sizes["etp_ep"] > 1
-    # Where tokens are gathered, all ranks' are sorted here.
-    seen = choices * (sizes["etp_ep"] if gathers else 1)
-    rows = choices * sizes["etp"]
+    kind = moe.moe_token_dispatcher_type if sizes["etp_ep"] > 1 else "here"
+    # Whole tokens come here, and are sorted here with all their choices.
+    gathers = kind in ("allgather", "flex")
+    seen, rows = choices, choices * sizes["etp"]
+    if kind == "allgather":
+        seen = choices * sizes["etp_ep"]
+    elif kind == "flex":  # at most, each choice being of another rank
+        ranks = min(model.router.moe_router_topk, sizes["ep"]) * sizes["etp"]
+        seen = ranks * rows
     stream = rows * model.routed_size * size
     router = (
         share.normed,
@@ -127,7 +132,7 @@ def _routed(share: Share) -> list[Region]:
     if not moe.moe_permute_fusion:
         places = (Piece("order", (rows if gathers else choices) * INDEX, INDEX), *places)
     moved = list(places)
-    if not gathers and sizes["etp_ep"] > 1:
+    if not gathers and kind != "here":
         moved += [Piece(f"order {way}", rows * INDEX, INDEX) for way in ("here", "back")]
     act = activation(share, rows, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
     rows_ = Piece("rows", stream, size)

@@ -188,7 +188,7 @@ class _Stage:
             book.add("etp_ep", "all_gather", ranks * choices * INDEX, forwards)
             book.add("etp_ep", "reduce_scatter", ranks * own * width, forwards)
             book.add("etp_ep", "all_gather", ranks * own * width, back)
-        else:
+        elif model.moe.moe_token_dispatcher_type != "flex":  # what a package moves, it knows
             rows = choices * sizes["etp"]
             book.add("etp_ep", "all_gather", ranks * model.moe.num_experts * INDEX, forwards)
             book.add("etp_ep", "all_to_all", rows * width, 2 * (forwards + back))

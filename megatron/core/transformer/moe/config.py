@@ -35,7 +35,13 @@ class MoEConfig(Config):
         "allgather"
     )
     """How tokens reach their experts: all to every rank, or each to the ranks of its experts
-    (alltoall; alltoall_seq is the same here)."""
+    (alltoall; alltoall_seq is the same here; flex by a package)."""
+
+    moe_flex_dispatcher_backend: Literal["deepep"] = option("deepep")
+    """The package of --moe-token-dispatcher-type flex."""
+
+    moe_flex_dispatcher_num_sms: int | None = option(None)
+    """Multiprocessors that the package takes; absent, its own choice."""
 
     moe_grouped_gemm: bool = option(False)
     """Multiply all experts of a rank in one call, where the device has one; else one by one."""
@@ -52,11 +58,7 @@ class MoEConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_experts", "moe_ffn_hidden_size")
         check_at_least(self, 1, "moe_shared_expert_intermediate_size", "moe_latent_size")
-        if self.moe_token_dispatcher_type == "flex":
-            raise UserError(
-                "--moe-token-dispatcher-type flex is for DeepEP and HybridEP, which are not built "
-                "in; choose --moe-token-dispatcher-type alltoall"
-            )
+        check_at_least(self, 1, "moe_flex_dispatcher_num_sms")
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             raise UserError(
                 "--moe-shared-expert-gate scales shared experts; give their width by "

@@ -1,10 +1,11 @@
 """Tokens travel to their experts, and outputs back, over the ranks that hold all experts together.
 
-Every rank along ``etp_ep`` has tokens of its own. Two ways, of one interface and one result:
+Every rank along ``etp_ep`` has tokens of its own. Ways, of one interface and one result:
 
     allgather   every rank gets all tokens and works on those that chose its experts; what ranks
                 made of a token is summed. Few ranks, many choices per token: everybody needs most
                 tokens anyway.
+    flex        a package brings each token once to every rank that has an expert of it (`deepep`)
     alltoall    each rank sends a row for each choice to the ranks of that expert (those along
                 ``etp``, each with a share of its width), gets the outputs back, and adds them up
                 with their weights (Lepikhin et al., 2020).
@@ -52,16 +53,34 @@ class Dispatcher(Protocol):
 
 
 def build_dispatcher(
-    kind: str, num_experts: int, mesh: Mesh, moves: Moves = permute.REFERENCE
+    kind: str,
+    num_experts: int,
+    mesh: Mesh,
+    moves: Moves = permute.REFERENCE,
+    dtype: torch.dtype = torch.bfloat16,
+    num_sms: int | None = None,
 ) -> Dispatcher:
     """Return the dispatcher that a value of --moe-token-dispatcher-type asks for.
 
-    ``moves`` sorts tokens by expert and joins their outputs.
+    Args:
+        kind: the value.
+        num_experts: of the model.
+        mesh: axes and device.
+        moves: sorts tokens by expert and joins their outputs.
+        dtype: of the tokens.
+        num_sms: multiprocessors for a package, if it is told.
+
+    Raises:
+        UserError: a package is asked for that cannot be used here.
     """
     if mesh.etp_ep.size == 1:
         return Local(num_experts, moves)
     if kind == "allgather":
         return Gathering(num_experts, mesh, moves)
+    if kind == "flex":
+        from megatron.core.transformer.moe.deepep import DeepEP
+
+        return DeepEP(num_experts, mesh, moves, dtype, num_sms)
     return Exchanging(num_experts, mesh, moves)
 
 

@@ -87,7 +87,12 @@ class MoELayer(nn.Module):
             self.fc2_latent_proj = WholeLinear(up, init, mesh, dtype, parted, bias=bias)
         self.experts = Experts(config, mesh, dtype, backends, saving)
         self.dispatch = build_dispatcher(
-            moe.moe_token_dispatcher_type, moe.num_experts, mesh, backends.permute
+            moe.moe_token_dispatcher_type,
+            moe.num_experts,
+            mesh,
+            backends.permute,
+            dtype,
+            moe.moe_flex_dispatcher_num_sms,
         )
         self.pads = config.router.moe_pad_expert_input_to_capacity
         # Whose tokens come to the experts of a rank: each has a capacity.
