@@ -27,7 +27,13 @@ if __name__ == "__main__":  # run from a clone, without installing
 from megatron.core.config import Config, check_at_least, option, specs
 from megatron.core.utils import UserError
 from megatron.training import explain, rules
-from megatron.training.arguments import Invocation, parse, parse_tool, run_main
+from megatron.training.arguments import (
+    PROGRAM_DEFAULTS,
+    Invocation,
+    parse,
+    parse_tool,
+    run_main,
+)
 from megatron.training.config import RunConfig
 from megatron.training.explain import Finding
 from megatron.training.flags import flag_status
@@ -222,7 +228,9 @@ def planned(
     """Return what becomes of each flag, the plan, what would differ and what is missing."""
     problems: list[str] = []
     missing: list[str] = []
-    if launch.program != "pretrain_gpt.py":
+    program = launch.program.removesuffix(".py")
+    if program not in PROGRAM_DEFAULTS:
+        program = "pretrain_gpt"
         problems.append(f"{launch.program} is not here; its flags are judged as pretrain_gpt.py's")
     outside = launch.launcher == NO_LAUNCHER and world == 1 and explain.replica(found) > 1
     if outside:
@@ -234,14 +242,14 @@ def planned(
         return found, "", problems, missing
     words = [*explain.plannable(found), "--dry-run", "--dry-run-world-size", str(world)]
     try:
-        run = parse(words)
+        run = parse(words, program)
     except UserError as error:
         return explain.blamed(found, str(error)), "", [*problems, f"no plan: {error}"], missing
     # What the flags became stands beside them already.
     told = {normalise(item.words[0]) for item in found if item.kind == "no effect"}
     rest = tuple(note for note in run.no_effect if note.split()[0] not in told)
     shown = dataclasses.replace(run, no_effect=rest, renamed=())
-    plan = plan_report.report(shown, "pretrain_gpt")
+    plan = plan_report.report(shown, program)
     problems += explain.differences(run)
     try:
         rules.check_built(run.config)

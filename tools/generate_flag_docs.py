@@ -102,7 +102,7 @@ def _launches() -> Iterator[str]:
     yield (
         "Launches as scripts of public repositories have them, judged by "
         "`python tools/launch_coverage.py LAUNCHES.jsonl --output docs/launch_coverage.json`. "
-        "A launch of `pretrain_gpt.py` is planned at its own number of processes; of "
+        "A launch of a program that trains is planned at its own number of processes; of "
         "`preprocess_data.py` the flags are checked. Where a script's variable hides a value that "
         "must be known, the most frequent one of that flag stands in."
     )

@@ -3,7 +3,7 @@
     python tools/launch_coverage.py launches.jsonl [--details] [--output docs/launch_coverage.json]
 
 A line of the file is a launch as found in a script of a public repository: ``id``, ``program``,
-``launcher_flags`` and ``flags`` (a flag's words or null). Counted are those of pretrain_gpt.py,
+``launcher_flags`` and ``flags`` (a flag's words or null). Counted are those of programs that train,
 planned as ``--dry-run`` does at their number of processes, and those of preprocess_data.py, whose
 flags are checked. Data and tokenizers need not be there.
 
@@ -29,7 +29,13 @@ if __name__ == "__main__":  # run from a clone, without installing
 
 from megatron.core.config import Config, option, specs
 from megatron.core.utils import UserError, atomic_path, check_file
-from megatron.training.arguments import Invocation, parse, parse_tool, run_main
+from megatron.training.arguments import (
+    PROGRAM_DEFAULTS,
+    Invocation,
+    parse,
+    parse_tool,
+    run_main,
+)
 from megatron.training.config import RunConfig
 from megatron.training.explain import Finding, findings, is_open, plannable, replica
 from megatron.training.flags import flag_status
@@ -132,21 +138,22 @@ def judged(
 
 
 def training(launch: Mapping[str, Any], vocabulary: Vocabulary, typical: Typical) -> Outcome:
-    """Judge a launch of pretrain_gpt.py and plan it."""
+    """Judge a launch of a program that trains and plan it."""
     outcome, found = judged(launch, vocabulary, typical)
     if outcome.parses and not outcome.blocking:
-        outcome.error = why_no_plan(found, launch["launcher_flags"])
+        program = Path(launch["program"]).stem
+        outcome.error = why_no_plan(found, launch["launcher_flags"], program)
     return outcome
 
 
-def why_no_plan(found: Sequence[Finding], launcher: Mapping[str, str]) -> str:
+def why_no_plan(found: Sequence[Finding], launcher: Mapping[str, str], program: str) -> str:
     """Return why there is no plan, empty if there is one."""
     words = plannable(found)
     message = ""
     for world in worlds(launcher, replica(found)):
         try:
-            run = parse([*words, "--dry-run", "--dry-run-world-size", str(world)])
-            plan_report.report(run, "pretrain_gpt")
+            run = parse([*words, "--dry-run", "--dry-run-world-size", str(world)], program)
+            plan_report.report(run, program)
             return ""
         except UserError as error:
             message = str(error)
@@ -269,10 +276,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = {row.flag: row for row in preprocess_data.OTHERS}
     declared = {**specs(RunConfig), **specs(Invocation)}
     vocabularies = {
-        "pretrain_gpt.py": Vocabulary(declared, flag_status.load()),
+        **{f"{name}.py": Vocabulary(declared, flag_status.load()) for name in PROGRAM_DEFAULTS},
         "preprocess_data.py": Vocabulary(specs(preprocess_data.ToolConfig), others),
     }
-    judges = {"pretrain_gpt.py": training, "preprocess_data.py": preprocessing}
+    judges = dict.fromkeys(vocabularies, training) | {"preprocess_data.py": preprocessing}
     content = {}
     for program, vocabulary in vocabularies.items():
         chosen = [x for x in launches if Path(x["program"]).name == program]

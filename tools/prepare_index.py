@@ -6,7 +6,8 @@ Takes the run's own flags and needs neither its devices nor its processes; flags
 data change nothing. Each line says of one set of files whether it was there (hit) or was built; the
 start of its name is the cache key. The number of processes matters only where --global-batch-size
 is left to follow from it: then give it with --dry-run-world-size. The files must lie where the run
-looks for them: with --data-cache-path in that folder, else beside each corpus.
+looks for them: with --data-cache-path in that folder, else beside each corpus. For pretrain_bert.py
+add --masked-words, which that program has by itself.
 """
 
 import sys

@@ -40,6 +40,7 @@ from typing import NamedTuple
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import pretrain_bert
 import pretrain_gpt
 from megatron.core.config import flag_of
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
@@ -65,7 +66,7 @@ MOST_OF_ALL = 64
 """Processes: more make thousands of layouts."""
 LONGEST = 1e6
 """Seconds."""
-WORKERS_KNOW = ("pretrain_gpt", "megatron.training.verification.equality")
+WORKERS_KNOW = ("pretrain_gpt", "pretrain_bert", "megatron.training.verification.equality")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,10 +253,11 @@ class Check:
 
 def case(config: RunConfig) -> equality.Case:
     """Return what workers are to train."""
+    entry = pretrain_bert if config.model.bert.encoder_alone else pretrain_gpt
     program = Program(
-        build_model=pretrain_gpt.build_model,
-        build_datasets=pretrain_gpt.build_datasets,
-        forward_step=pretrain_gpt.forward_step,
+        build_model=entry.build_model,
+        build_datasets=entry.build_datasets,
+        forward_step=entry.forward_step,
     )
     return equality.Case(config=config, program=program, vocabulary=VOCABULARY)
 

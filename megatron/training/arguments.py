@@ -38,6 +38,7 @@ StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
 # Megatron's entry points each have a tokenizer of their own by default.
 PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "pretrain_gpt": {"tokenizer_type": "GPT2BPETokenizer"},
+    "pretrain_bert": {"tokenizer_type": "BertWordPieceLowerCase", "masked_words": True},
 }
 
 
@@ -159,6 +160,8 @@ def parse(
             origins.setdefault(name, "default")
     config, flat, derived = _resolve(RunConfig, values)
     full = _origins(flat, origins, derived)
+    if planner is None:
+        _check_program(program, config)
     if not plans:
         rules.check_built(config)
     rules.check(config, full)
@@ -231,6 +234,21 @@ def _check_launch(invocation: Invocation, world_size: int) -> None:
             f"--rank ({rank}), but {started}, numbered from 0: ranks come from the launcher's "
             "environment; start the processes with torchrun, srun or mpirun, or set RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
+        )
+
+
+def _check_program(program: str, config: RunConfig) -> None:
+    """Refuse samples of another program's model."""
+    is_encoder = config.data.bert.masked_words
+    if program == "pretrain_gpt" and is_encoder:
+        raise UserError(
+            "--masked-words makes samples for an encoder alone, and pretrain_gpt.py trains a "
+            "decoder; run pretrain_bert.py, or drop it"
+        )
+    if program == "pretrain_bert" and not is_encoder:
+        raise UserError(
+            "masked_words false: pretrain_bert.py trains an encoder alone, which reads no other "
+            "samples; run pretrain_gpt.py, or drop it"
         )
 
 

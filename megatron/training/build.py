@@ -104,7 +104,7 @@ def build_passes(
 
 
 def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
-    """Return the objective of a run, with the losses of multi-token prediction and routers."""
+    """Return the objective of a run, with all the losses that its model has."""
     model, routers = config.model, routers_of(config.model)
     prepare: Callable[[Batch], Batch] = dict
     if model.mtp.depths:
@@ -112,7 +112,7 @@ def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
     return Objective(
         config.training.calculate_per_token_loss,
         mesh,
-        model.mtp.loss_weights,
+        {**model.mtp.loss_weights, **model.bert.loss_weights},
         prepare,
         model.router.loss_weights if routers else {},
         routers,

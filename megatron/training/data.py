@@ -90,7 +90,8 @@ def is_read(config: RunConfig, pp_coordinate: int) -> bool:
     if not ends.isdisjoint(config.placement.positions(pp_coordinate)):
         return True
     data, has_routers = config.data, config.model.moe.num_experts is not None
-    return data.reset_position_ids or data.reset_attention_mask or has_routers
+    is_packed = data.reset_attention_mask or data.bert.masked_words
+    return data.reset_position_ids or is_packed or has_routers
 
 
 def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:

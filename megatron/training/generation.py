@@ -286,6 +286,11 @@ def open_checkpoint(
 def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> GPTModel:
     """Return this process's part of the model that a stored config describes."""
     config: TransformerConfig = _part(TransformerConfig, stored)
+    if config.bert.encoder_alone:
+        raise UserError(
+            "the checkpoint is of an encoder alone (pretrain_bert.py), which says masked words and "
+            "writes no text; give one of a decoder"
+        )
     precision: PrecisionConfig = _part(PrecisionConfig, stored)
     tensor = processes.layout.tensor_model_parallel_size
     layout_rules.check_tensor_heads(config, tensor)

@@ -90,10 +90,17 @@ def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
             "a model comes in a later version; for a decoder alone give --seq-length and leave it "
             "out"
         )
-    if config.data.bert.masked_words:
+    samples, model = config.data.bert, config.model.bert
+    if samples.masked_words != model.encoder_alone:
         raise UserError(
-            "--masked-words makes samples for an encoder alone (BERT), and such a model comes in a "
-            "later version; for a decoder leave it out"
+            f"--encoder-alone ({model.encoder_alone}) says what reads the samples, and "
+            f"--masked-words ({samples.masked_words}) whether these are of masked words; leave the "
+            "first out, which follows from the second"
+        )
+    if model.sentence_order_head and not (model.encoder_alone and samples.bert_binary_head):
+        raise UserError(
+            "--sentence-order-head says of samples of masked words whether two parts are in order; "
+            "leave it out, since it follows from --masked-words and --bert-no-binary-head"
         )
 
 

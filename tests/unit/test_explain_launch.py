@@ -109,8 +109,13 @@ def test_what_would_differ_or_stop(
 
 
 def test_a_program_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = explain(capsys, "--", *f"python pretrain_bert.py {BASE}".split())
-    assert code == 1 and "pretrain_bert.py is not here" in text
+    code, text = explain(capsys, "--", *f"python pretrain_ict.py {BASE}".split())
+    assert code == 1 and "pretrain_ict.py is not here" in text
+
+
+def test_an_encoder_alone_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = explain(capsys, "--", *f"python pretrain_bert.py {BASE}".split())
+    assert "is not here" not in text and "head of masked words" in text
 
 
 def test_preprocessing_is_judged_by_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ parallelism counted), H hidden, K depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class GPTModel(nn.Module):
             kind for all layers, or one for each.
     """
 
+    head: ClassVar[type[LanguageHead]] = LanguageHead
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -93,7 +95,7 @@ class GPTModel(nn.Module):
         if self.stage.is_last:
             here = self.embedding is not None or not ends_apart
             tie: Tie = "no" if not tied else "here" if here else "apart"
-            self.output_layer = LanguageHead(rows, around, tie)
+            self.output_layer = self.head(rows, around, tie)
             if tied and self.embedding is not None:
                 self.output_layer.weight = self.embedding.word_embeddings.weight
         self.mtp: MultiTokenPrediction | None = None
@@ -173,7 +175,12 @@ class GPTModel(nn.Module):
 
 
 def build_stages(
-    config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
+    config: TransformerConfig,
+    mesh: Mesh,
+    stages: Sequence[Stage],
+    *,
+    kind: type[GPTModel] = GPTModel,
+    **settings: Any,
 ) -> list[GPTModel]:
     """Return this rank's parts of a GPT, one for each of its stages.
 
@@ -184,9 +191,10 @@ def build_stages(
         config: the architecture.
         mesh: axes and device.
         stages: of this rank, in order of its chunks.
-        settings: further arguments of `GPTModel`.
+        kind: the model's class.
+        settings: further arguments of it.
     """
-    chunks = [GPTModel(config, mesh, stage=stage, **settings) for stage in stages]
+    chunks = [kind(config, mesh, stage=stage, **settings) for stage in stages]
     if stages[0].is_first and stages[-1].is_last:
         first, last = chunks[0].embedding, chunks[-1].output_layer
         assert first is not None and last is not None

@@ -19,8 +19,9 @@ from megatron.core.tensor_parallel.cross_entropy import cross_entropy
 from megatron.core.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     VocabularyRows,
+    position_record,
 )
-from megatron.core.tensor_parallel.layers import linear, make_parameter
+from megatron.core.tensor_parallel.layers import bias_record, linear, make_parameter
 from megatron.core.transformer.init import embedding_init
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.plan import loss_pieces
@@ -32,7 +33,7 @@ TOKEN_VECTORS = "embedding.word_embeddings.weight"
 
 
 class LanguageEmbedding(nn.Module):
-    """Token vectors, plus learned position vectors where the model has them, then dropout.
+    """Token vectors, plus those of positions and types where the model has them, then dropout.
 
     The result has the dtype of the residual stream.
 
@@ -62,12 +63,19 @@ class LanguageEmbedding(nn.Module):
                 around.dtype,
                 summed=around.sequence_parallel,
             )
+        self.token_type_embeddings: TokenTypes | None = None
+        if config.bert.token_types:
+            self.token_type_embeddings = TokenTypes(config.bert.token_types, around)
         self.multiplier, self.dtype = config.embedding_multiplier, around.residual_dtype
         self.dropout = config.hidden_dropout
         self.axis, self.sequence_parallel = around.mesh.tp, around.sequence_parallel
 
     def forward(
-        self, tokens_BS: Tensor, position_ids_BS: Tensor | None, dropout: DropoutKey | None
+        self,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor | None,
+        dropout: DropoutKey | None,
+        token_types_BS: Tensor | None = None,
     ) -> Tensor:
         x_SBH: Tensor = self.word_embeddings(tokens_BS)
         if self.position_embeddings is not None:
@@ -75,6 +83,12 @@ class LanguageEmbedding(nn.Module):
             if self.sequence_parallel:
                 positions = mappings.own_slice(positions, self.axis)
             x_SBH = x_SBH + positions
+        if self.token_type_embeddings is not None:
+            assert token_types_BS is not None, "tokens of this model have types"
+            types_SB = token_types_BS.t()
+            if self.sequence_parallel:
+                types_SB = mappings.own_slice(types_SB, self.axis)
+            x_SBH = x_SBH + self.token_type_embeddings(types_SB)
         if self.multiplier != 1.0:
             x_SBH = x_SBH * self.multiplier
         x_SBH = x_SBH.to(self.dtype)
@@ -82,6 +96,19 @@ class LanguageEmbedding(nn.Module):
             split = (self.axis.coordinate,) if self.sequence_parallel else ()
             x_SBH = masks.dropout(x_SBH, self.dropout, dropout.at("embedding", *split))
         return x_SBH
+
+
+class TokenTypes(nn.Module):
+    """One learned vector per type of token, which every rank holds whole."""
+
+    def __init__(self, types: int, around: Surroundings) -> None:
+        super().__init__()
+        shape = (types, around.config.hidden_size)
+        record = position_record(*shape, embedding_init(around.config), around.sequence_parallel)
+        self.weight = make_parameter(record, shape, around.mesh, around.dtype)
+
+    def forward(self, types_SB: Tensor) -> Tensor:
+        return self.weight[types_SB]
 
 
 class LanguageHead(nn.Module):
@@ -92,6 +119,7 @@ class LanguageHead(nn.Module):
         around: what every module is built with.
         tied: the embedding has the same matrix: ``apart``, a copy on another rank, or ``here``,
             where the model puts it in place of an empty `weight`.
+        bias: add a number to each token's logit.
     """
 
     def __init__(
@@ -99,6 +127,7 @@ class LanguageHead(nn.Module):
         rows: VocabularyRows,
         around: Surroundings,
         tied: Tie = "no",
+        bias: bool = False,
     ) -> None:
         super().__init__()
         config = around.config
@@ -114,6 +143,10 @@ class LanguageHead(nn.Module):
             record = replace(record, tied=True, name=TOKEN_VECTORS)
         shape = (0 if tied == "here" else rows.count, config.hidden_size)
         self.weight = make_parameter(record, shape, around.mesh, around.dtype)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            own = bias_record(rows.record(config.hidden_size, embedding_init(config)))
+            self.bias = make_parameter(own, (rows.count,), around.mesh, around.dtype)
 
     def forward(self, x_SBH: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Return `losses`, or `logits` without labels."""
@@ -124,6 +157,9 @@ class LanguageHead(nn.Module):
         return self._scaled(linear(x_SBH, self.weight, None, self.axis, self.gathers))
 
     def _scaled(self, logits_SBv: Tensor) -> Tensor:
+        if self.bias is not None:
+            # Not by the product, which may give a view: the loss works in the logits' memory.
+            logits_SBv = logits_SBv.add_(self.bias)
         if self.multiplier != 1.0:
             logits_SBv = logits_SBv * self.multiplier
         if self.softcap is not None:

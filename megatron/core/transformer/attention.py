@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.attend = context_attention(context_kind, axes, backends.attention)
         self.rule = Rule(
             scale=scale,
-            causal=True,
+            causal=not config.bert.encoder_alone,
             window=attention.layer_window(layer),
             softcap=attention.attention_softcap,
         )

@@ -12,6 +12,7 @@ from megatron.core.config import (
     check_not_zero,
     option,
 )
+from megatron.core.transformer.bert_config import BertConfig
 from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.layer_pattern import MOST_LAYERS, parse_pattern
 from megatron.core.transformer.mla_config import MLAConfig
@@ -352,6 +353,7 @@ class TransformerConfig(Config):
     recompute: RecomputeConfig
     offload: OffloadConfig
     fusion: FusionConfig
+    bert: BertConfig
 
     hidden_dropout: float = option(0.1)
     """Dropout on the embedding and on what each block adds."""
@@ -413,6 +415,8 @@ class TransformerConfig(Config):
             self._check_latent_attention()
         if self.mtp.depths:
             self._check_multi_token_prediction()
+        if self.bert.encoder_alone:
+            self._check_encoder_alone()
         if "mla_up_proj" in self.recompute.modules and not self.mla.multi_latent_attention:
             raise UserError(
                 "--recompute-modules mla_up_proj is for --multi-latent-attention; drop it"
@@ -437,6 +441,18 @@ class TransformerConfig(Config):
                 raise UserError(f"--multi-latent-attention and {flag} exclude each other; drop one")
         if self.mla.rope_type == "yarn":
             check_above(self.position, 1, "rotary_base")
+
+    def _check_encoder_alone(self) -> None:
+        excluded = {
+            f"--mtp-num-layers {self.mtp.depths}": self.mtp.depths > 0,
+            f"--num-experts {self.moe.num_experts}": self.moe.num_experts is not None,
+        }
+        for flag, given in excluded.items():
+            if given:
+                raise UserError(
+                    f"{flag} is for a decoder, and --masked-words (pretrain_bert.py) asks for an "
+                    "encoder alone; drop one of them"
+                )
 
     def _check_multi_token_prediction(self) -> None:
         depths = self.mtp.depths

@@ -37,6 +37,11 @@ def _convert(config: CheckpointConfig, say: Say, goes_on: Callable[[], None]) ->
         raise UserError(f"--load ({config.load}) holds no checkpoint to convert")
     root = Path(config.ckpt_convert_save) / config.ckpt_convert_format
     target = root / catalog.folder_name(found.name)
+    if found.index.facts.get("config", {}).get("encoder_alone"):
+        raise UserError(
+            f"--ckpt-convert-format {config.ckpt_convert_format}: {found.folder} is of an encoder "
+            "alone (pretrain_bert.py), whose names there are not known yet; leave it out"
+        )
     if target.exists() and os.path.samefile(target, found.folder):
         raise UserError(f"--ckpt-convert-save would replace {target}, which is to be converted")
     with Checkpoint(found.folder, found.index) as checkpoint:

@@ -17,6 +17,7 @@ from megatron.core.grid import key_value_sharers
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.groups import Traits, grouping
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.bert_config import TOKEN_TYPES
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.training.config import RunConfig
@@ -110,6 +111,10 @@ def stage_parameters(
             table = (model.position.max_position_embeddings, hidden)
             name = "embedding.position_embeddings.weight"
             yield ParameterShape(name, table, "position embedding", parted)
+        if model.bert.token_types:
+            types = (model.bert.token_types, hidden)
+            name = "embedding.token_type_embeddings.weight"
+            yield ParameterShape(name, types, "token types", parted, vectors=True)
     plan, around = layer_plan(model), _Ranks(tp, parted, *expert_ways)
     for number in stage.layers:
         yield from _layer(model, f"decoder.layers.{number}", plan[number], around)
@@ -117,8 +122,28 @@ def stage_parameters(
         yield from _norm(model, "decoder.final_layernorm", hidden, parted)
         if untied or (tied and not ahead):
             yield ParameterShape("output_layer.weight", vocabulary, "output head", tied=tied)
+        if model.bert.encoder_alone:
+            yield from _words_head(model, vocabulary[0], parted)
     for depth in range(stage.num_mtp_layers):
         yield from _mtp_layer(model, depth, around)
+
+
+def _words_head(
+    model: TransformerConfig, rows: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    """Yield what a head of masked words has besides its matrix."""
+    name, kind, hidden = "output_layer", "head of masked words", model.hidden_size
+    yield ParameterShape(f"{name}.bias", (rows,), kind)
+    yield ParameterShape(f"{name}.dense.weight", (hidden, hidden), kind, parted)
+    yield ParameterShape(f"{name}.dense.bias", (hidden,), kind, parted)
+    yield from _norm(model, f"{name}.layernorm", hidden, parted)
+    if not model.bert.sentence_order_head:
+        return
+    kind = "head of sentence order"
+    yield ParameterShape(f"{name}.pooler.weight", (hidden, hidden), kind)
+    yield ParameterShape(f"{name}.pooler.bias", (hidden,), kind)
+    yield ParameterShape(f"{name}.order.weight", (TOKEN_TYPES, hidden), kind, vectors=True)
+    yield ParameterShape(f"{name}.order.bias", (TOKEN_TYPES,), kind)
 
 
 class _Ranks(NamedTuple):
@@ -299,14 +324,15 @@ def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int
     """Return the operations that training on one sample takes, by Megatron-LM's formula.
 
     Matrix products count two operations per multiply-add, and three times for forward and
-    backward. Causal attention counts half of the full square, a window counts as none; padded
-    rows of the vocabulary count, recomputation does not.
+    backward. Causal attention counts half of the full square, an encoder's all of it, a window
+    counts as none; padded rows of the vocabulary count, recomputation does not.
     """
     depths, hidden = model.mtp.depths, model.hidden_size
     per_token: float = sum(
         sum(layer_multiply_adds(model, seq_length, plan).values()) for plan in _plans(model)
     )
     per_token += depths * prediction_multiply_adds(model) + (1 + depths) * hidden * padded_rows
+    per_token += hidden * hidden * model.bert.encoder_alone  # what its head makes of hidden states
     return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
 
 
@@ -351,7 +377,7 @@ def _attention_multiply_adds(model: TransformerConfig, seq_length: int) -> dict[
     width = attention.num_attention_heads * attention.kv_channels
     key_value = 2 * attention.num_query_groups * attention.kv_channels
     projections = hidden * (width + key_value) + width * hidden
-    return {"rest": projections, "core_attn": 2 * width * seq_length / 2}
+    return {"rest": projections, "core_attn": 2 * width * seq_length * model.bert.visible_share}
 
 
 def prediction_multiply_adds(model: TransformerConfig) -> int:

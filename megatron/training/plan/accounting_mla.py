@@ -45,7 +45,7 @@ def latents(model: TransformerConfig) -> dict[str, int]:
 
 
 def multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
-    """Return the multiply-adds of one layer's attention for a token of a causal sequence, by part.
+    """Return the multiply-adds of one layer's attention for a token, by part.
 
     By Megatron-LM's formula, which counts the latents' gains as well as the matrices. The parts
     have the names of --recompute-modules; ``rest`` is of none.
@@ -58,5 +58,8 @@ def multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]
     return {
         "rest": down + sum(latents(model).values()) + output,
         "mla_up_proj": up,
-        "core_attn": heads * (sizes.query_size + sizes.v_head_dim) * seq_length / 2,
+        "core_attn": heads
+        * (sizes.query_size + sizes.v_head_dim)
+        * seq_length
+        * model.bert.visible_share,
     }

@@ -246,6 +246,9 @@ def _ends(ledger: Ledger, share: Share, depths: int, kept: int, late: int, piece
     own = 0 if moves else share.stream
     norm = sum(piece.size for piece in share.norm())
     ledger.unit = "output_layer"
+    if share.config.model.bert.encoder_alone:
+        words, put_off = saved.words_head(share)
+        norm, late = norm + words, late + put_off
     ledger.add(norm + kept, late)
     for depth in range(depths):
         _ahead(ledger, share, depth, own if gathers or depth else 0)

@@ -263,9 +263,11 @@ def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[st
         config.model, config.data.seq_length, vocabulary.padded_rows
     )
     per_iteration = per_sample * config.batch_sizes.final
+    is_causal = not config.model.bert.encoder_alone
+    counted = " (causal attention counted as half of the square)" if is_causal else ""
     yield (
         f"{per_iteration:.4e} FLOPs per iteration, {per_iteration / config.process.world_size:.4e}"
-        " per rank (causal attention counted as half of the square)"
+        f" per rank{counted}"
     )
     yield f"{per_sample * config.total_samples:.4e} FLOPs in the whole run"
     again = accounting.recomputed_flops_per_sample(config, vocabulary.padded_rows)

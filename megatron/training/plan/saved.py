@@ -128,7 +128,26 @@ def embedding(share: Share) -> int:
     learned = model.position.position_embedding_type == "learned_absolute"
     if learned and config.data.reset_position_ids:
         kept += share.tokens * TOKEN
+    if model.bert.token_types:
+        kept += share.tokens * TOKEN
     return kept
+
+
+def words_head(share: Share) -> tuple[int, int]:
+    """Return (kept, postponed) of what a head of masked words does before it makes logits.
+
+    Its dense layer keeps what it is given, and so do the activation and the norm behind it; that of
+    the order keeps a vector for each sample.
+    """
+    hidden = share.config.model.hidden_size
+    norm = sum(piece.size for piece in share.inner_norm("words", share.outer * hidden, share.outer))
+    kept, late = 2 * share.stream + norm, 2 * share.stream
+    if share.config.model.bert.sentence_order_head:
+        vectors = share.samples * hidden * share.size
+        gathered = share.tp if share.outer != share.tokens else 0
+        kept += vectors * (1 + gathered)
+        late += 2 * vectors
+    return kept, late
 
 
 def losses(share: Share, logits: int, pieces: int) -> tuple[int, int]:

@@ -109,7 +109,13 @@ from megatron.core.transformer.plan import routers_of
 from megatron.core.utils import human_bytes
 from megatron.training.config import RunConfig
 from megatron.training.plan.accounting import all_parameters
-from megatron.training.plan.traffic_passes import Book, Costs, add_biases, add_passes
+from megatron.training.plan.traffic_passes import (
+    Book,
+    Costs,
+    add_biases,
+    add_passes,
+    further_losses,
+)
 from megatron.training.plan.traffic_shares import add_gathers, add_sums
 from megatron.training.plan.traffic_updates import add_updates
 
@@ -138,7 +144,7 @@ def expected(
     add_sums(book, config, padded_rows, num_microbatches, coordinates)
     add_updates(book, config, padded_rows, coordinates)
     add_biases(book, config, coordinates["pp"])
-    numbers = TOTALS + config.model.mtp.depths + _of_routers(config)
+    numbers = TOTALS + further_losses(config.model) + _of_routers(config)
     book.add("world", "all_reduce", numbers * FP64)
     book.add("world", "all_reduce", NORM * FP64)
     if config.logging.log_params_norm:
@@ -158,7 +164,7 @@ def expected_evaluation(
     book = Book(config.axis_sizes)
     add_passes(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
     add_gathers(book, config, padded_rows, num_microbatches, coordinates["pp"], trains=False)
-    book.add("world", "all_reduce", (TOTALS + config.model.mtp.depths) * FP64)
+    book.add("world", "all_reduce", (TOTALS + further_losses(config.model)) * FP64)
     return book.costs
 
 

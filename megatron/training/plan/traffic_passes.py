@@ -69,6 +69,11 @@ def add_biases(book: Book, config: RunConfig, pp_rank: int) -> None:
         book.add(axis, "all_reduce", size, calls=int(biased > 0))
 
 
+def further_losses(model: TransformerConfig) -> int:
+    """Return how many losses a model has besides its main one, those of routers left out."""
+    return model.mtp.depths + len(model.bert.loss_weights)
+
+
 class _Heads(NamedTuple):
     """Heads of a tensor-parallel rank, and their channels."""
 
@@ -199,6 +204,10 @@ class _Stage:
 
     def _losses(self) -> None:
         """The head and its loss: pieces of the sequence are gone through again in backward."""
+        if self.config.model.bert.sentence_order_head and self.split:
+            samples = self.config.training.micro_batch_size
+            size = self.book.sizes["tp"] * samples * self.config.model.hidden_size * self.weight
+            self.book.add("tp", "all_gather", size, self.count)  # first positions
         if len(self.pieces) == 1:
             self._enter_product(self.config.model.hidden_size)
             times = 1
@@ -212,9 +221,9 @@ class _Stage:
 
     def _counts(self) -> None:
         # Of the tokens that count, for each loss, where means of a microbatch are needed.
-        depths = self.config.model.mtp.depths
-        if depths or not self.config.training.calculate_per_token_loss:
-            self.book.add("cp", "all_reduce", (1 + depths) * self.total, self.count)
+        further = further_losses(self.config.model)
+        if further or not self.config.training.calculate_per_token_loss:
+            self.book.add("cp", "all_reduce", (1 + further) * self.total, self.count)
 
     # A region of tensor parallelism: how wide activations enter, and leave.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 PROGRAM = re.compile(r"(?:^|.*/)([\w.-]+\.py)$")
-PROGRAMS = ("pretrain_gpt.py", "preprocess_data.py")
+PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "preprocess_data.py")
 """Those whose flags are known here."""
 
 OTHERS = re.compile(r"pretrain_|finetune|train|preprocess")

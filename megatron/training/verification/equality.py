@@ -27,7 +27,13 @@ from megatron.core.distributed.replicas import Replicas
 from megatron.core.mesh import Mesh
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training import data as run_data
-from megatron.training.batches import Batches, NoBatches, Samples, training_numbers
+from megatron.training.batches import (
+    UNKNOWN,
+    Batches,
+    NoBatches,
+    Samples,
+    training_numbers,
+)
 from megatron.training.build import build_chunks, build_passes, build_run_optimizer
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
@@ -58,9 +64,17 @@ class Case:
     """Ids in use; the last one ends documents."""
 
     @property
-    def samples(self) -> "MadeUp":
+    def samples(self) -> "MadeUp | MaskedUp":
         """Return the samples to train on."""
         data = self.config.data
+        if data.bert.masked_words:
+            return MaskedUp(
+                data.seq_length,
+                self.vocabulary,
+                self.config.training.seed,
+                self.config.total_samples,
+                in_order=data.bert.bert_binary_head,
+            )
         options = SampleOptions(
             seq_length=data.seq_length,
             vocab_size=self.vocabulary,
@@ -91,6 +105,37 @@ class MadeUp:
         sample = make_sample(text, self._options)
         sample["loss_mask"][: generator.integers(0, length // 2 + 1)] = 0
         return sample
+
+
+class MaskedUp:
+    """The same for an encoder alone: random tokens of which some are to be predicted, and padding.
+
+    Of every fifth sample the order of its parts is unknown, and nothing of it masked.
+    """
+
+    def __init__(
+        self, seq_length: int, vocab_size: int, seed: int, count: int, *, in_order: bool
+    ) -> None:
+        self._length, self._vocab_size = seq_length, vocab_size
+        self._seed, self._count, self._in_order = seed, count, in_order
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        generator, length = np.random.default_rng((self._seed, number)), self._length
+        count = int(generator.integers(length // 2, length + 1))
+        is_token, counts = np.arange(length) < count, number % 5 != 4
+        sample: dict[str, Any] = {
+            "tokens": generator.integers(0, self._vocab_size, length) * is_token,
+            "token_types": np.where(np.arange(length) < count // 2, 0, 1) * is_token,
+            "labels": generator.integers(0, self._vocab_size, length),
+            "loss_mask": ((generator.random(length) < 0.3) & is_token & counts).astype(np.float32),
+            "cu_seqlens": np.array([0, count, length], dtype=np.int32),
+        }
+        if self._in_order:
+            sample["sentence_order"] = generator.integers(0, 2) if counts else np.array(UNKNOWN)
+        return {name: np.asarray(array) for name, array in sample.items()}
 
 
 def train(case: Case, mesh: Mesh) -> Share:
