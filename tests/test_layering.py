@@ -25,16 +25,17 @@ ALLOWED = {
     "comm": "mesh held",
     "call_order": "comm",
     "saved_tensors": "",
+    "turns": "",
     "recompute": "mesh comm saved_tensors",
     "offload": "saved_tensors",
     "precision": "utils config",
     "tensor_parallel": "utils kernels mesh comm held saved_tensors sharding",
     "context_parallel": "utils config kernels mesh comm held rng",
-    "pipeline_parallel": "utils config mesh comm saved_tensors",
+    "pipeline_parallel": "utils config mesh comm saved_tensors turns",
     "dist_checkpointing": "utils config progress mesh comm sharding",
     "distributed": "utils config mesh comm held sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
-    "transformer": "utils config kernels mesh comm rng sharding recompute offload "
+    "transformer": "utils config kernels mesh comm rng sharding recompute offload turns "
     "tensor_parallel context_parallel",
     "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
     "transformer pipeline_parallel",
@@ -51,7 +52,7 @@ LINES = (
     "agreement checkpoints data_trace idle_data idle_experts idle_layout layout_rules passes "
     + "records",
     "batch_rules build device_choices evaluation generation idle memory_rules model_rules step "
-    + "nearest_layout",
+    + "nearest_layout overlap_rules",
     "planner program rules",
     "arguments trainer",
     "explain plan",

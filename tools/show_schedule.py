@@ -7,7 +7,8 @@ One row per rank; numbers are microbatches, from 0. Blank stretches are bubble: 
 where a pipeline that never waits would end. At the right, each rank's most microbatches alive at
 once, which is what its activations need. Costs are of a microbatch through all that a rank holds,
 so each schedule does the same work. Without --output only the table is printed; a file called .svg
-gets the picture alone.
+gets the picture alone. Schedules called combined- are those of --overlap-moe-expert-parallel-comm:
+a pair is a box in two halves.
 """
 
 import argparse
@@ -20,12 +21,8 @@ from typing import NoReturn
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.pipeline_parallel.schedules import (
-    SCHEDULES,
-    Action,
-    Schedule,
-    make_schedule,
-)
+from megatron.core.pipeline_parallel.actions import Action, parts
+from megatron.core.pipeline_parallel.schedules import COMBINED, SCHEDULES, Schedule, make_schedule
 from megatron.core.pipeline_parallel.simulator import Costs, Timeline, simulate
 from megatron.core.utils import UserError, atomic_path, check_file
 
@@ -48,7 +45,10 @@ WHAT = {
     "interleaved": "1f1b, {chunks} chunks per rank",
     "zb-h1": "weight gradients fill the bubble",
     "zb-v": "two chunks per rank in a V",
+    "combined-1f1b": "a forward beside a backward",
+    "combined-interleaved": "a forward beside a backward, {chunks} chunks per rank",
 }
+NAMES = (*SCHEDULES, *(f"combined-{name}" for name in COMBINED))
 MOST = {"stages": 128, "microbatches": 4096, "chunks": 64, "group_size": 4096}
 MOST_BOXES = 2**14
 """Microbatches in all chunks of all ranks."""
@@ -83,11 +83,11 @@ def picture(timelines: Sequence[Timeline]) -> str:
     ideal = min(work(timeline) for timeline in timelines)
     longest = max(timeline.makespan for timeline in timelines)
     most = max(peak(timeline) for timeline in timelines)
-    parts, y = [legend(timelines)], 34.0
+    drawn, y = [legend(timelines)], 34.0
     for timeline in timelines:
-        parts.append(f'<g transform="translate(0 {y:.0f})">')
-        parts.append(panel(timeline, PLOT / longest, ideal, most))
-        parts.append("</g>")
+        drawn.append(f'<g transform="translate(0 {y:.0f})">')
+        drawn.append(panel(timeline, PLOT / longest, ideal, most))
+        drawn.append("</g>")
         y += HEAD + ROW * len(timeline.spans) + FOOT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" '
@@ -95,7 +95,7 @@ def picture(timelines: Sequence[Timeline]) -> str:
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f4f5f7"/>'
         '<line x1="0" y1="0" x2="0" y2="6" stroke="#dfe2e7" stroke-width="2"/></pattern></defs>'
-        f'<rect width="{WIDTH}" height="{y:.0f}" fill="#fff"/>{"".join(parts)}</svg>'
+        f'<rect width="{WIDTH}" height="{y:.0f}" fill="#fff"/>{"".join(drawn)}</svg>'
     )
 
 
@@ -107,7 +107,7 @@ def panel(timeline: Timeline, scale: float, ideal: float, most: float) -> str:
     what = WHAT[schedule.name].format(chunks=schedule.placement.num_chunks)
     bubble = f"bubble {timeline.bubble:.1%}"
     bars = LEFT + PLOT + GAP
-    parts = [
+    drawn = [
         f'<text x="{LEFT}" y="18" class="name">{html.escape(schedule.name)}'
         f'<tspan dx="10" class="note" font-weight="400" font-size="12">{html.escape(what)}</tspan>'
         f'</text><text x="{LEFT + PLOT}" y="18" class="big end">{bubble}</text>'
@@ -119,73 +119,78 @@ def panel(timeline: Timeline, scale: float, ideal: float, most: float) -> str:
     numbers = []
     for rank in range(ranks):
         y = HEAD + rank * ROW
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" class="end">rank {rank}</text>')
-        for action, start, stop in timeline.spans[rank]:
-            place = (LEFT + start * scale, y, (stop - start) * scale)
-            parts.append(box(action, *place))
-            numbers.append(number(action, *place))
+        drawn.append(f'<text x="{LEFT - 8}" y="{y + 15}" class="end">rank {rank}</text>')
+        for step, start, stop in timeline.spans[rank]:
+            halves = parts(step)
+            high = (ROW - 2) / len(halves)
+            for half, action in enumerate(halves):
+                place = (LEFT + start * scale, y + 1 + half * high, (stop - start) * scale, high)
+                drawn.append(box(action, *place))
+                numbers.append(number(action, *place))
         width = BARS * timeline.peak(rank) / most
-        parts.append(
+        drawn.append(
             f'<rect x="{bars}" y="{y + 4}" width="{width:.1f}" height="{ROW - 8}" rx="2" '
             f'fill="#8a63b8"/><text x="{bars + width + 5:.1f}" y="{y + 15}">'
             f"{timeline.peak(rank):g}</text>"
         )
     # The line lies over the boxes and under the numbers.
     line, foot = LEFT + ideal * scale, HEAD + height
-    parts.append(
+    drawn.append(
         f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{HEAD - 6}" y2="{foot + 8}" '
         'stroke="#c92a2a" stroke-width="1.5" stroke-dasharray="4 3"/>'
         f'<rect x="{line:.1f}" y="{foot + 4}" width="{end - line:.1f}" height="4" fill="#c92a2a"/>'
         f'<text x="{end + 6:.1f}" y="{foot + 14}" class="note">'
         f"{timeline.makespan:g} = {ideal:g} + {timeline.makespan - ideal:g}</text>"
     )
-    return "".join(parts + numbers)
+    return "".join(drawn + numbers)
 
 
-def box(action: Action, x: float, y: float, width: float) -> str:
+def box(action: Action, x: float, y: float, width: float, height: float) -> str:
     """Return one action; pointing at it tells its name."""
     color = COLORS[action.kind][min(action.chunk, 1)]
     return (
-        f'<rect x="{x:.1f}" y="{y + 1}" width="{max(width - 0.8, 0.4):.1f}" height="{ROW - 2}" '
+        f'<rect x="{x:.1f}" y="{y:g}" width="{max(width - 0.8, 0.4):.1f}" height="{height:g}" '
         f'rx="1.5" fill="{color}"><title>{html.escape(str(action))}</title></rect>'
     )
 
 
-def number(action: Action, x: float, y: float, width: float) -> str:
+def number(action: Action, x: float, y: float, width: float, height: float) -> str:
     """Return an action's microbatch, where there is room for it."""
-    size = min(11.0, 1.5 * (width - 2) / len(str(action.microbatch)))
+    size = min(11.0, 0.8 * height, 1.5 * (width - 2) / len(str(action.microbatch)))
     if size < 7:
         return ""
     return (
-        f'<text x="{x + width / 2:.1f}" y="{y + 15}" class="on{" light" * (action.chunk > 0)}" '
+        f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 0.36 * size:.1f}" '
+        f'class="on{" light" * (action.chunk > 0)}" '
         f'style="font-size:{size:.3g}px" pointer-events="none">{action.microbatch}</text>'
     )
 
 
 def legend(timelines: Sequence[Timeline]) -> str:
     """Return the colors in use and what they stand for."""
-    kinds = {span.action.kind for t in timelines for spans in t.spans for span in spans}
+    steps = (span.step for t in timelines for spans in t.spans for span in spans)
+    kinds = {action.kind for step in steps for action in parts(step)}
     several = any(timeline.schedule.placement.num_chunks > 1 for timeline in timelines)
-    parts, x = [], float(LEFT)
+    drawn, x = [], float(LEFT)
     for kind, (dark, light) in COLORS.items():
         if kind not in kinds:
             continue
         for color in (dark, light) if several else (dark,):
-            parts.append(f'<rect x="{x:.0f}" y="8" width="13" height="13" rx="2" fill="{color}"/>')
+            drawn.append(f'<rect x="{x:.0f}" y="8" width="13" height="13" rx="2" fill="{color}"/>')
             x += 15
-        parts.append(f'<text x="{x + 3:.0f}" y="19">{WORDS[kind]}</text>')
+        drawn.append(f'<text x="{x + 3:.0f}" y="19">{WORDS[kind]}</text>')
         x += 16 + 6.2 * len(WORDS[kind])
     if several:
-        parts.append(f'<text x="{x:.0f}" y="19" class="note">(light: later chunks)</text>')
+        drawn.append(f'<text x="{x:.0f}" y="19" class="note">(light: later chunks)</text>')
         x += 130
-    parts.append(
+    drawn.append(
         f'<rect x="{x:.0f}" y="8" width="22" height="13" fill="url(#idle)" stroke="#dfe2e7"/>'
         f'<text x="{x + 27:.0f}" y="19">waiting</text>'
         f'<line x1="{x + 86:.0f}" x2="{x + 86:.0f}" y1="6" y2="23" stroke="#c92a2a" '
         'stroke-width="1.5" stroke-dasharray="4 3"/>'
         f'<text x="{x + 92:.0f}" y="19">end without bubble</text>'
     )
-    return "".join(parts)
+    return "".join(drawn)
 
 
 def work(timeline: Timeline) -> float:
@@ -262,11 +267,13 @@ def build(options: argparse.Namespace) -> list[Timeline]:
     schedules: list[Schedule] = []
     names = [name.strip() for name in options.schedules.split(",")]
     for name in dict.fromkeys(names):
-        if name not in SCHEDULES:
-            raise UserError(f"--schedules: {name!r} is none of {', '.join(SCHEDULES)}")
-        chunks = {"interleaved": options.chunks, "zb-v": 2}.get(name, 1)
-        group = options.group_size if name == "interleaved" else None
-        schedules.append(make_schedule(name, options.stages, options.microbatches, chunks, group))
+        if name not in NAMES:
+            raise UserError(f"--schedules: {name!r} is none of {', '.join(NAMES)}")
+        plain = name.removeprefix("combined-")
+        chunks = {"interleaved": options.chunks, "zb-v": 2}.get(plain, 1)
+        group = options.group_size if plain == "interleaved" else None
+        size = (options.stages, options.microbatches, chunks, group)
+        schedules.append(make_schedule(plain, *size, combined=plain != name))
     return [simulate(schedule, Costs(*costs)) for schedule in schedules]
 
 
@@ -293,7 +300,9 @@ def main(argv: list[str] | None = None) -> int:
     """Draw what was asked for, print the table; return the exit code."""
     parser = OneLineParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--schedules", default=",".join(SCHEDULES), help="names, separated by commas (all)"
+        "--schedules",
+        default=",".join(SCHEDULES),
+        help=f"names, separated by commas (of {', '.join(NAMES)}; all but the last two)",
     )
     parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline (4)")
     parser.add_argument("--microbatches", type=int, default=8, help="per iteration (8)")
@@ -330,9 +339,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"show_schedule.py: error: {error}", file=sys.stderr)
         return 2
     print(settings)
-    print(f"  {'schedule':<12} {'bubble':>7} {'time':>8} {'held':>6}")
+    wide = max(12, *(len(timeline.schedule.name) for timeline in timelines))
+    print(f"  {'schedule':<{wide}} {'bubble':>7} {'time':>8} {'held':>6}")
     for name, bubble, time, held in rows(timelines):
-        print(f"  {name:<12} {bubble:>7} {time:>8} {held:>6}")
+        print(f"  {name:<{wide}} {bubble:>7} {time:>8} {held:>6}")
     print(f"wrote {options.output}" if options.output else "--output FILE.html draws them")
     return 0
 

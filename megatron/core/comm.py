@@ -187,6 +187,20 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+class Arrival:
+    """A tensor on its way here, while another one is on its way from here."""
+
+    def __init__(self, tensor: Tensor, sent: Tensor, works: list[Work]) -> None:
+        self.tensor, self._sent, self._works = tensor, sent, works
+
+    def wait(self) -> Tensor:
+        """Return what arrived, once it may be read and what was sent may be written."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        return self.tensor
+
+
 def exchange(
     x: Tensor,
     axis: Axis,
@@ -194,37 +208,26 @@ def exchange(
     received: Sequence[int],
     *,
     counted: Literal["sent", "received"] = "sent",
-) -> Tensor:
-    """Send ``sent[i]`` rows of ``x`` to coordinate i; return what came, in coordinate order.
+) -> Arrival:
+    """Send ``sent[i]`` rows of ``x`` to coordinate i; receive all others' rows for this one.
 
     Args:
         x: rows for coordinate 0, then those for 1, and so on.
         axis: who exchanges.
         sent: rows for each coordinate; may be 0, and differ between ranks.
-        received: rows from each, which the others know as theirs to this rank.
+        received: rows from each, which the others know as theirs to this rank; they come in
+            coordinate order.
         counted: which end's bytes are the payload: the one that does not depend on the data.
     """
     if axis.size == 1:
-        return x
+        return Arrival(x, x, [])
     assert sum(sent) == x.shape[0], f"{x.shape[0]} rows, {list(sent)} to be sent"
     out = x.new_empty(sum(received), *x.shape[1:])
     _count(axis, "all_to_all", x if counted == "sent" else out)
-    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=axis.group)
-    return out
-
-
-class Arrival:
-    """A tensor on its way here, while another one is on its way from here."""
-
-    def __init__(self, tensor: Tensor, sent: Tensor, works: list[Work]) -> None:
-        self._tensor, self._sent, self._works = tensor, sent, works
-
-    def wait(self) -> Tensor:
-        """Return what arrived, once it may be read and what was sent may be written."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        return self._tensor
+    work = dist.all_to_all_single(
+        out, x, list(received), list(sent), group=axis.group, async_op=True
+    )
+    return Arrival(out, x, [work])
 
 
 def shift(x: Tensor, axis: Axis) -> Arrival:

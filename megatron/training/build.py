@@ -13,7 +13,7 @@ from megatron.core import rng
 from megatron.core.mesh import Mesh
 from megatron.core.models.mtp import look_ahead
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
-from megatron.core.pipeline_parallel.schedules import Action
+from megatron.core.pipeline_parallel.actions import Step
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.layers import without_memory
 from megatron.core.tokenizers.vocabulary import Vocabulary
@@ -82,9 +82,9 @@ def build_passes(
     chunks: Sequence[nn.Module],
     forward_step: ForwardStep,
     timers: Timers,
-    observe: Callable[[Action], None] | None = None,
+    observe: Callable[[Step], None] | None = None,
 ) -> Passes:
-    """Return the passes of a run; ``observe`` is told of each action."""
+    """Return the passes of a run; ``observe`` is told of each step."""
     return Passes(
         chunks,
         forward_step,

@@ -14,7 +14,11 @@ def idle_experts(config: RunConfig) -> dict[str, str]:
         return idle
     idle, sizes = {}, config.parallel
     if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:
-        idle["moe_token_dispatcher_type"] = "every rank holds all experts"
+        why = "every rank holds all experts"
+        idle |= dict.fromkeys(("moe_token_dispatcher_type", "moe_shared_expert_overlap"), why)
+    if max(config.batch_sizes.sizes) // config.samples_per_pass < 2:
+        pairs = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+        idle |= dict.fromkeys(pairs, "an iteration has one microbatch")
     if moe.moe_token_dispatcher_type != "flex":
         names = ("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms")
         idle |= dict.fromkeys(names, "no --moe-token-dispatcher-type flex")

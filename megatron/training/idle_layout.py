@@ -2,6 +2,9 @@
 
 from megatron.training.config import RunConfig
 
+BESIDE = {"overlap_moe_expert_parallel_comm", "delay_wgrad_compute"}
+"""Settings of microbatches that run beside each other, with pipelines and without."""
+
 
 def idle_layout(config: RunConfig) -> dict[str, str]:
     """Return the settings of axes, replicas and process groups that are not there, by name."""
@@ -22,8 +25,8 @@ def _idle_axes(config: RunConfig) -> dict[str, str]:
     elif not parallel.sequence_parallel:
         idle["tp_comm_overlap"] = "no --sequence-parallel"
     if pp == 1:
-        names = (*config.pipeline.flatten(), "use_tp_pp_dp_mapping")
-        idle |= dict.fromkeys(names, f"{size_flag('pipeline')} is 1")
+        names = {*config.pipeline.flatten(), "use_tp_pp_dp_mapping"} - BESIDE
+        idle |= dict.fromkeys(sorted(names), f"{size_flag('pipeline')} is 1")
     elif dp == 1:
         idle["use_tp_pp_dp_mapping"] = "there is one replica"
     if pp > 1 and config.placement.num_chunks == 1:

@@ -15,17 +15,19 @@ knows the shape of an activation from the run.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.partition import cut_microbatch
 from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.actions import Pair, Step
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.executor import GradientCallback, PipelineExecutor
 from megatron.core.pipeline_parallel.p2p import Shape
 from megatron.core.pipeline_parallel.placement import Placement
-from megatron.core.pipeline_parallel.schedules import Action, Schedule
+from megatron.core.pipeline_parallel.schedules import Schedule
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.layers import postponing
 from megatron.core.transformer.moe.balanced import Balance
@@ -71,7 +73,7 @@ class Passes:
         pipeline: the schedule and its transfers.
         placement: of the stages; one stage when absent.
         activation: what travels between stages, if there are several.
-        observe: told of each action before it begins.
+        observe: told of each step before it begins.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Passes:
         pipeline: PipelineConfig | None = None,
         placement: Placement | None = None,
         activation: Activation | None = None,
-        observe: Callable[[Action], None] | None = None,
+        observe: Callable[[Step], None] | None = None,
     ) -> None:
         self.chunks, self.forward_step, self.objective = chunks, forward_step, objective
         self.mesh: Mesh = objective.mesh
@@ -96,6 +98,7 @@ class Passes:
         assert len(chunks) == self.placement.num_chunks, f"{len(chunks)} chunks"
         last, self._last_chunk = self.placement.owner(self.placement.num_stages - 1)
         self.holds_last = last == self.mesh.pp.coordinate
+        delaying = partial(postponing, fills_waits=True)
         self._executor = PipelineExecutor(
             self.mesh.pp,
             self.mesh.device,
@@ -103,6 +106,7 @@ class Passes:
             overlap=self.pipeline.overlap_p2p_comm,
             free_outputs=self.pipeline.deallocate_pipeline_outputs,
             postponing=postponing,
+            delaying=delaying if self.pipeline.delay_wgrad_compute else None,
             around=self._around,
         )
 
@@ -199,10 +203,13 @@ class Passes:
     def _schedule(self, count: int) -> Schedule:
         return self.pipeline.schedule(self.placement, count)
 
-    def _around(self, action: Action) -> AbstractContextManager[None]:
+    def _around(self, step: Step) -> AbstractContextManager[None]:
         if self._observe is not None:
-            self._observe(action)
-        name = "forward-compute" if action.kind == "forward" else "backward-compute"
+            self._observe(step)
+        if isinstance(step, Pair):
+            name = "combined-forward-backward-compute"
+        else:
+            name = "forward-compute" if step.kind == "forward" else "backward-compute"
         return self.timers.measure(name, level=2)
 
     def _feed(self, source: Iterator[Batch]) -> "_Feed":

@@ -15,6 +15,7 @@ from megatron.training.layout_rules import LAYOUT_RULES, Origins, Rule
 from megatron.training.memory_rules import MEMORY_RULES
 from megatron.training.model_rules import MODEL_RULES
 from megatron.training.nearest_layout import nearest_layouts
+from megatron.training.overlap_rules import OVERLAP_RULES
 from megatron.training.processes.group_settings import group_settings
 from megatron.training.wording import flag, listed
 
@@ -173,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     loaders_have_no_length,
     groups_are_known,
     *MEMORY_RULES,
+    *OVERLAP_RULES,
 )
 
 

@@ -176,7 +176,7 @@ OF_PARALLELISM = {
     "--overlap-grad-reduce": WORKS,
     "--no-overlap-p2p-communication": WORKS,
     "--overlap-p2p-communication-warmup-flush": NO_EFFECT,
-    "--delay-wgrad-compute": NO_EFFECT,
+    "--delay-wgrad-compute": WORKS,
     "--defer-embedding-wgrad-compute": NO_EFFECT,
     "--high-priority-stream-groups": WORKS,
     "--nccl-communicator-config-path": WORKS,

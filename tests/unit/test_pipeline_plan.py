@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.placement import Placement
-from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.simulator import simulate
 from megatron.training.plan import pipeline as pipeline_plan
 from megatron.training.plan.pipeline import Alive
@@ -13,13 +13,17 @@ CASES = [
     *((name, p, 1, None) for name in ("gpipe", "1f1b", "zb-h1") for p in (2, 3, 5)),
     *(("zb-v", p, 2, None) for p in (2, 3, 5)),
     *(("interleaved", p, v, g) for p, v, g in ((2, 2, None), (3, 3, 4), (4, 2, 7), (5, 3, 10))),
+    *(("combined-1f1b", p, 1, None) for p in (1, 2, 3, 5)),
+    *(("combined-interleaved", p, v, g) for p, v, g in ((2, 2, None), (3, 3, 4), (4, 2, 7))),
 ]
 COUNTS = (1, 2, 5, 11, 24, 47, 48)
 
 
 def made(name: str, ranks: int, chunks: int, group: int | None) -> tuple[PipelineConfig, Placement]:
     config = PipelineConfig.resolve(
-        pipeline_schedule=name, microbatch_group_size_per_vp_stage=group
+        pipeline_schedule=name.removeprefix("combined-"),
+        microbatch_group_size_per_vp_stage=group,
+        overlap_moe_expert_parallel_comm=name.startswith("combined-"),
     )
     return config, Placement(ranks, chunks, "v" if name == "zb-v" else "loop")
 

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
+from megatron.core.pipeline_parallel.actions import Action, Pair
 from megatron.core.pipeline_parallel.order import Post, check, pair_orders, programs
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import (
     SCHEDULES,
-    Action,
     Schedule,
     ScheduleName,
     make_schedule,
@@ -20,13 +20,19 @@ from megatron.core.utils import UserError
 
 CHUNKS: dict[str, tuple[int, ...]] = {"interleaved": (2, 3), "zb-v": (2,)}
 RANKS, MICROBATCHES = (1, 2, 3, 4, 7), (1, 2, 3, 4, 5, 8, 13)
+PAIRED: list[tuple[ScheduleName, int]] = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 NAMED = [(name, chunks) for name in SCHEDULES for chunks in CHUNKS.get(name, (1,))]
 # Forward, input gradient and weight gradient: equal, unequal, and no two with a common measure.
 COSTS = [Costs(1, 1, 1), Costs(1, 2, 1), Costs(3.0, 3.7, 2.9, transfer=0.4)]
 
 
-def every(name: ScheduleName, chunks: int) -> list[Schedule]:
-    return [make_schedule(name, p, m, chunks) for p, m in product(RANKS, MICROBATCHES)]
+def every(name: ScheduleName, chunks: int, *, combined: bool = False) -> list[Schedule]:
+    sizes = product(RANKS, MICROBATCHES)
+    return [make_schedule(name, p, m, chunks, combined=combined) for p, m in sizes]
+
+
+def num_pairs(schedule: Schedule) -> list[int]:
+    return [sum(isinstance(step, Pair) for step in steps) for steps in schedule.steps]
 
 
 def text(actions: tuple[Action, ...]) -> str:
@@ -186,11 +192,66 @@ def test_unbuffered_transfers_never_wait_for_each_other(name: ScheduleName, chun
                 assert all(orders[a, b] == orders[b, a] for a, b in orders)
 
 
+@pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_interleaved_with_any_group_and_count(chunks: int) -> None:
+def test_interleaved_with_any_group_and_count(chunks: int, combined: bool) -> None:
     for p, extra, m in product((2, 3, 4), range(3), range(1, 14)):
-        schedule = make_schedule("interleaved", p, m, chunks, group_size=p + extra)
+        size = (p, m, chunks, p + extra)
+        schedule = make_schedule("interleaved", *size, combined=combined)
         check(schedule, programs(schedule))
+
+
+@pytest.mark.parametrize(("name", "chunks"), PAIRED)
+def test_pairs_hold_each_action_once_and_never_wait_for_each_other(
+    name: ScheduleName, chunks: int
+) -> None:
+    for plain, combined in zip(
+        every(name, chunks), every(name, chunks, combined=True), strict=True
+    ):
+        for before, after in zip(plain.actions, combined.actions, strict=True):
+            assert Counter(before) == Counter(after)
+            # Gradients are added up in the order of the plain schedule.
+            backwards = [action for action in before if action.kind == "backward"]
+            assert [action for action in after if action.kind == "backward"] == backwards
+        for step in (step for steps in combined.steps for step in steps):
+            if isinstance(step, Pair):
+                assert (step.forward.kind, step.backward.kind) == ("forward", "backward")
+                assert step.forward[1:] != step.backward[1:]
+        check(combined, programs(combined, prefetch=0), blocking=True)
+        for prefetch in (0, 1, 3):
+            ranks = programs(combined, prefetch)
+            check(combined, ranks)
+            orders = pair_orders(ranks)
+            assert all(orders[a, b] == orders[b, a] for a, b in orders)
+
+
+def test_pairs_by_hand() -> None:
+    """The last of two ranks runs one forward ahead, the first three, so that both have pairs."""
+    first, last = make_schedule("1f1b", 2, 5, combined=True).steps
+    forward, backward = ([Action(kind, i) for i in range(5)] for kind in ("forward", "backward"))
+    assert first == (*forward[:3], *map(Pair, forward[3:], backward[:2]), *backward[2:])
+    assert last == (forward[0], *map(Pair, forward[1:], backward[:4]), backward[4])
+    (alone,) = make_schedule("1f1b", 1, 3, combined=True).steps
+    assert alone == (forward[0], *map(Pair, forward[1:3], backward[:2]), backward[2])
+
+
+@pytest.mark.parametrize("costs", COSTS[:2])
+def test_pairs_cost_microbatches_and_no_time(costs: Costs) -> None:
+    """Combined 1F1B has the bubble of 1F1B, and holds 2 (p - stage) microbatches."""
+    for p, m in product(RANKS, MICROBATCHES):
+        schedule = make_schedule("1f1b", p, m, combined=True)
+        timeline = simulate(schedule, costs)
+        assert timeline.bubble == pytest.approx((p - 1) / m)
+        assert peaks(timeline) == [min(m, 2 * (p - stage)) for stage in range(p)]
+        assert num_pairs(schedule) == [max(0, m - 2 * (p - stage) + 1) for stage in range(p)]
+    for p, rounds, chunks in product(RANKS, (1, 2, 4), (2, 3)):
+        schedule = make_schedule("interleaved", p, p * rounds, chunks, combined=True)
+        timeline = simulate(schedule, costs)
+        assert timeline.bubble == pytest.approx((p - 1) / (chunks * p * rounds))
+        ahead = [2 * (p - rank - 1) + (chunks - 1) * p + 1 for rank in range(p)]
+        work = chunks * p * rounds
+        assert peaks(timeline) == [pytest.approx(min(work, a + 1) / chunks) for a in ahead]
+        assert num_pairs(schedule) == [max(0, work - a) for a in ahead]
 
 
 def test_hops_on_one_rank_are_no_transfers() -> None:
@@ -210,7 +271,7 @@ def test_a_broken_list_is_named() -> None:
     """Rank 1 wants the backward of a microbatch before its forward."""
     good = make_schedule("1f1b", 2, 2)
     first, second = good.actions
-    bad = replace(good, actions=(first, (second[1], second[0], *second[2:])))
+    bad = replace(good, steps=(first, (second[1], second[0], *second[2:])))
     with pytest.raises(Deadlock) as error:
         simulate(bad)
     message = str(error.value)
@@ -248,3 +309,9 @@ def test_receives_in_the_wrong_order_are_named() -> None:
 def test_refused(name: ScheduleName, chunks: int, group: int | None, said: str) -> None:
     with pytest.raises(UserError, match=said):
         make_schedule(name, 4, 8, chunks, group)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)])
+def test_schedules_without_pairs(name: ScheduleName, chunks: int) -> None:
+    with pytest.raises(UserError, match=f"do not take turns in --pipeline-schedule {name}"):
+        make_schedule(name, 4, 8, chunks, combined=True)

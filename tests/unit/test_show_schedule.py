@@ -29,6 +29,21 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["interleaved", "16.7%", "21", "4"] in lines and ["zb-h1", "11.1%", "20", "3"] in lines
 
 
+def test_pairs_are_boxes_in_two_halves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pairs.svg"
+    words = "--stages 2 --microbatches 5 --schedules 1f1b,combined-1f1b"
+    assert tool.main([*words.split(), "--output", str(path)]) == 0
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = [box for box in ElementTree.parse(path).getroot().iter(f"{space}rect") if len(box)]
+    titles = [box[0].text for box in boxes]
+    assert len(titles) == 2 * 2 * 2 * 5 and titles.count("backward(microbatch 1, chunk 0)") == 4
+    heights = [float(box.attrib["height"]) for box in boxes]
+    # Two pairs on the first rank, four on the last.
+    assert heights.count(max(heights) / 2) == 2 * (2 + 4)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1f1b", "20.0%", "18", "2"] in lines and ["combined-1f1b", "20.0%", "18", "4"] in lines
+
+
 def test_a_table_alone_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,14 @@ class PipelineConfig(Config):
     deallocate_pipeline_outputs: bool = option(True)
     """Free a stage's output once it is sent."""
 
+    overlap_moe_expert_parallel_comm: bool = option(False)
+    """Let the forward of a microbatch and the backward of another take turns, so that tokens of one
+    travel to experts while the other computes; more microbatches are alive."""
+
+    delay_wgrad_compute: bool = option(False)
+    """With --overlap-moe-expert-parallel-comm: compute weight gradients where a backward would wait
+    for tokens."""
+
     def __post_init__(self) -> None:
         check_at_least(
             self,
@@ -178,5 +186,10 @@ class PipelineConfig(Config):
         name = self.schedule_name(placement)
         group = self.microbatch_group_size_per_vp_stage if placement.num_chunks > 1 else None
         return make_schedule(
-            name, placement.num_ranks, num_microbatches, placement.num_chunks, group
+            name,
+            placement.num_ranks,
+            num_microbatches,
+            placement.num_chunks,
+            group,
+            combined=self.overlap_moe_expert_parallel_comm,
         )

@@ -8,6 +8,10 @@ function that the caller gives:
 ``input`` is None in the first stage; the last stage's output is the loss that backward starts from,
 scaled by the caller, who also keeps what is to be reported.
 
+The two actions of a pair take turns (`turns`): the backward, in a thread of its own, begins, and
+the forward goes on where the backward waits for other ranks. They share no tensor that one of them
+writes but the parameters' gradients, which the backward alone adds to.
+
 What a stage has sent on is only the root of its backward: autograd needs its history, not its
 values. With ``free_outputs`` its memory is given back once the send has ended, unless its own
 operation saved it or it is a view. So a stage must not go on computing with its output.
@@ -15,6 +19,7 @@ operation saved it or it is a view. So a stage must not go on computing with its
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +27,19 @@ from torch import Tensor
 
 from megatron.core import saved_tensors
 from megatron.core.mesh import Axis
+from megatron.core.pipeline_parallel.actions import Action, Pair, Step, parts
 from megatron.core.pipeline_parallel.messages import made, needed
 from megatron.core.pipeline_parallel.order import Instruction, Post, Program, programs
 from megatron.core.pipeline_parallel.p2p import Mailbox, ShapeOf
-from megatron.core.pipeline_parallel.schedules import Action, Schedule
+from megatron.core.pipeline_parallel.schedules import Schedule
+from megatron.core.turns import Turns
 
 ForwardStep = Callable[[int, int, Tensor | None], Tensor]
 GradientCallback = Callable[[int, str, bool], None]
 """(chunk, kind of the action, whether it is the last that adds to the chunk's weight gradients)."""
 Task = Callable[[], Any]
 Postponing = Callable[[], AbstractContextManager[list[Task]]]
-Around = Callable[[Action], AbstractContextManager[None]]
+Around = Callable[[Step], AbstractContextManager[None]]
 
 
 class PipelineExecutor:
@@ -46,7 +53,10 @@ class PipelineExecutor:
         free_outputs: free a stage's output once it is sent.
         postponing: collects weight gradients as closures while a block runs
             (`tensor_parallel.layers.postponing`). Without it, ``backward_input`` does all the work.
-        around: gives a context in which an action is done: a timer, a heartbeat.
+        delaying: collects weight gradients of a whole backward, which computes them where it waits
+            for other ranks; the last backward of a chunk does not, whose gradients are summed over
+            replicas as they come.
+        around: gives a context in which a step is done: a timer, a heartbeat.
     """
 
     def __init__(
@@ -58,12 +68,15 @@ class PipelineExecutor:
         overlap: bool = True,
         free_outputs: bool = True,
         postponing: Postponing | None = None,
+        delaying: Postponing | None = None,
         around: Around | None = None,
     ) -> None:
         self.axis, self.device, self.dtype = axis, device, dtype
         self.overlap, self.free_outputs = overlap, free_outputs
         self.postponing: Postponing = postponing or (lambda: nullcontext([]))
-        self.around: Around = around or (lambda action: nullcontext())
+        self.delaying: Postponing = delaying or (lambda: nullcontext([]))
+        self.around: Around = around or (lambda step: nullcontext())
+        self.turns = Turns(partial(_choose, device))
         # By identity: to hash all ranks' lists in every iteration would cost more than it saves.
         self._programs: dict[int, tuple[Schedule, Program]] = {}
 
@@ -88,13 +101,13 @@ class PipelineExecutor:
             after_gradients: the same, after it.
         """
         iteration = _Iteration(self, schedule, forward_step, shape_of)
-        last = _last_backwards(schedule.actions[self.axis.coordinate])
         with torch.set_grad_enabled(iteration.trains):
             for instruction in self._program(schedule):
-                if not isinstance(instruction, Action) or instruction.kind == "forward":
+                backward = _backward_of(instruction)
+                if backward is None:
                     iteration.do(instruction)
                     continue
-                told = (instruction.chunk, instruction.kind, instruction in last)
+                told = (backward.chunk, backward.kind, backward in iteration.last)
                 if before_gradients is not None:
                     before_gradients(*told)
                 iteration.do(instruction)
@@ -124,7 +137,9 @@ class _Iteration:
         self.executor, self.forward_step = executor, forward_step
         self.rank, self.placement = executor.axis.coordinate, schedule.placement
         self.mail = Mailbox(executor.axis, executor.device, executor.dtype, shape_of)
-        self.trains = any(action.kind != "forward" for action in schedule.actions[self.rank])
+        actions = schedule.actions[self.rank]
+        self.trains = any(action.kind != "forward" for action in actions)
+        self.last = _last_backwards(actions)
         # All by (microbatch, chunk).
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.tasks: dict[tuple[int, int], list[Task]] = {}
@@ -140,6 +155,13 @@ class _Iteration:
         if isinstance(instruction, Action):
             with self.executor.around(instruction):
                 self.acts[instruction.kind](instruction)
+        elif isinstance(instruction, Pair):
+            with self.executor.around(instruction):
+                backward, forward = (
+                    partial(self.acts[action.kind], action)
+                    for action in (instruction.backward, instruction.forward)
+                )
+                self.executor.turns.run(backward, forward)
         elif isinstance(instruction, Post):
             post = self.mail.send if instruction.sends else self.mail.receive
             wait = post(instruction.message, instruction.peer)
@@ -178,6 +200,15 @@ class _Iteration:
             saved_tensors.see(output)
 
     def _backward(self, action: Action) -> None:
+        if action in self.last:
+            self._gradients(action)
+            return
+        with self.executor.delaying() as tasks:
+            self._gradients(action)
+        for task in tasks:
+            task()
+
+    def _gradients(self, action: Action) -> None:
         x, output = self.kept.pop((action.microbatch, action.chunk))
         message = needed(self.placement, self.rank, action)
         grad = None if message is None else self.mail.take(message)
@@ -191,7 +222,7 @@ class _Iteration:
 
     def _backward_input(self, action: Action) -> None:
         with self.executor.postponing() as tasks:
-            self._backward(action)
+            self._gradients(action)
         self.tasks[action.microbatch, action.chunk] = tasks
 
     def _backward_weight(self, action: Action) -> None:
@@ -202,6 +233,19 @@ class _Iteration:
         """Find work that the schedule left undone."""
         assert not self.kept and not self.tasks, f"not done: {[*self.kept, *self.tasks]}"
         self.mail.assert_empty()
+
+
+def _choose(device: torch.device) -> None:
+    """Let what a new thread does be done on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _backward_of(instruction: Instruction) -> Action | None:
+    """Return the action of an instruction that adds to gradients, if there is one."""
+    if not isinstance(instruction, Action | Pair):
+        return None
+    return next((part for part in parts(instruction) if part.kind != "forward"), None)
 
 
 def _last_backwards(actions: Sequence[Action]) -> set[Action]:

@@ -3,8 +3,8 @@
 from collections.abc import Container
 from typing import Literal, NamedTuple
 
+from megatron.core.pipeline_parallel.actions import Action, Step, parts
 from megatron.core.pipeline_parallel.placement import Placement
-from megatron.core.pipeline_parallel.schedules import Action
 
 MessageKind = Literal["activation", "gradient"]
 
@@ -50,8 +50,12 @@ def made(placement: Placement, rank: int, action: Action) -> Message | None:
     return message if 0 <= message.target < placement.num_stages else None
 
 
-def requirements(placement: Placement, rank: int, action: Action) -> list[Need]:
-    """Return what must be there before an action: a message, own earlier actions by rank."""
+def requirements(placement: Placement, rank: int, step: Step) -> list[Need]:
+    """Return what must be there before a step: messages, own earlier actions by rank."""
+    return [need for action in parts(step) for need in _of_one(placement, rank, action)]
+
+
+def _of_one(placement: Placement, rank: int, action: Action) -> list[Need]:
     needs: list[Need] = []
     message = needed(placement, rank, action)
     if message is not None:
@@ -63,15 +67,15 @@ def requirements(placement: Placement, rank: int, action: Action) -> list[Need]:
     return needs
 
 
-def without(placement: Placement, rank: int, action: Action, there: Container[Need]) -> str:
-    """Return the words for what an action still misses: "" or " without ...".
+def without(placement: Placement, rank: int, step: Step, there: Container[Need]) -> str:
+    """Return the words for what a step still misses: "" or " without ...".
 
     Args:
         placement: of the stages.
-        rank: whose action it is.
-        action: what the rank stands before.
+        rank: whose step it is.
+        step: what the rank stands before.
         there: what is there already.
     """
-    missing = [need for need in requirements(placement, rank, action) if need not in there]
+    missing = [need for need in requirements(placement, rank, step) if need not in there]
     names = [str(n) if isinstance(n, Message) else f"its {n[1]}" for n in missing]
     return f" without {' and '.join(names)}" if names else ""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.actions import Action, Pair, Step, parts
 from megatron.core.pipeline_parallel.messages import (
     Message,
     Need,
@@ -26,7 +27,7 @@ from megatron.core.pipeline_parallel.messages import (
     requirements,
     without,
 )
-from megatron.core.pipeline_parallel.schedules import Action, Schedule
+from megatron.core.pipeline_parallel.schedules import Schedule
 from megatron.core.pipeline_parallel.simulator import Costs, Deadlock, Timeline, simulate
 
 
@@ -51,7 +52,7 @@ class Release(NamedTuple):
         return f"release of {self.message}"
 
 
-Instruction = Action | Post | Release
+Instruction = Step | Post | Release
 Program = tuple[Instruction, ...]
 
 
@@ -68,11 +69,11 @@ def transfers(timeline: Timeline) -> list[Transfer]:
     placement = timeline.schedule.placement
     found = []
     for rank, spans in enumerate(timeline.spans):
-        for action, _, end in spans:
-            message = made(placement, rank, action)
-            if message is not None:
-                target = placement.owner(message.target)[0]
-                if target != rank:
+        for step, _, end in spans:
+            for action in parts(step):
+                message = made(placement, rank, action)
+                target = rank if message is None else placement.owner(message.target)[0]
+                if message is not None and target != rank:
                     found.append((end, Transfer(message, rank, target)))
     return [transfer for _, transfer in sorted(found)]
 
@@ -107,7 +108,7 @@ def programs(schedule: Schedule, prefetch: int = 1) -> tuple[Program, ...]:
                 releases[min(later, len(spans))].append(Release(message))
         instructions: list[Instruction] = []
         for index, span in enumerate(spans):
-            instructions += [*posts[index], *releases[index], span.action]
+            instructions += [*posts[index], *releases[index], span.step]
         result.append((*instructions, *posts[-1], *releases[-1]))
     return tuple(result)
 
@@ -120,8 +121,9 @@ def _points(
     maker: dict[Message | None, int] = {}
     taker: dict[Message | None, int] = {}
     for index, span in enumerate(timeline.spans[rank]):
-        maker[made(placement, rank, span.action)] = index
-        taker[needed(placement, rank, span.action)] = index
+        for action in parts(span.step):
+            maker[made(placement, rank, action)] = index
+            taker[needed(placement, rank, action)] = index
     mine = [transfer for transfer in ordered if rank in (transfer.source, transfer.target)]
     points = []
     for message, source, _ in mine:
@@ -207,7 +209,7 @@ class _Player:
     def _may_pass(self, rank: int, instruction: Instruction) -> bool:
         if self.blocking and self.posted[rank]:
             return False
-        if isinstance(instruction, Action):
+        if isinstance(instruction, Action | Pair):
             needs = requirements(self.placement, rank, instruction)
             return all(need in self.there[rank] for need in needs)
         if isinstance(instruction, Release):
@@ -217,9 +219,10 @@ class _Player:
     def _do(self, rank: int, instruction: Instruction) -> None:
         if isinstance(instruction, Post):
             self.posted[rank].append(instruction.message)
-        elif isinstance(instruction, Action):
-            message = made(self.placement, rank, instruction)
-            self.there[rank] |= {(rank, instruction), *([message] if message is not None else [])}
+        elif isinstance(instruction, Action | Pair):
+            for action in parts(instruction):
+                message = made(self.placement, rank, action)
+                self.there[rank] |= {(rank, action), *([message] if message is not None else [])}
 
     def stuck(self) -> list[str]:
         """Return what each rank that is not at its end stands before."""
@@ -229,7 +232,7 @@ class _Player:
             if instruction is None and not self.posted[rank]:
                 continue
             words = f"rank {rank} stands before {instruction or 'its end'}"
-            if isinstance(instruction, Action):
+            if isinstance(instruction, Action | Pair):
                 words += without(self.placement, rank, instruction, self.there[rank])
             if self.posted[rank]:
                 words += f", its transfer under way is the {self.posted[rank][0]}"

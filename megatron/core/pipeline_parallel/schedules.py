@@ -12,50 +12,60 @@ all that tells one schedule from another: the executor runs any list, the simula
 
 A zero-bubble schedule splits a backward: ``backward_input`` makes the gradient that the stage
 before waits for, ``backward_weight`` the weights' gradients, for which nobody waits.
+
+1f1b and interleaved may be *combined*: a forward and the backward that comes after it are one step
+(`Pair`), in which each computes while the other's tokens travel (the combined 1F1B of DeepSeek-V3,
+2412.19437, section 3.2.1, and Megatron-LM). Both must be ready when it begins, so that forwards run
+ahead by more.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from megatron.core.pipeline_parallel.actions import Action, Kind, Pair, Step, parts
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.utils import UserError
 
-Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+COMBINED = ("1f1b", "interleaved")
+"""Schedules whose forwards and backwards take turns."""
 
 
-class Action(NamedTuple):
-    """One unit of pipeline work: what is done to a microbatch in a chunk."""
-
-    kind: Kind
-    microbatch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}(microbatch {self.microbatch}, chunk {self.chunk})"
-
-
-def gpipe(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def gpipe(stage: int, num_stages: int, num_microbatches: int) -> list[Step]:
     """Return all forwards, then all backwards: every microbatch is alive at once."""
     return _alternate(num_microbatches, num_microbatches)
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def one_forward_one_backward(
+    stage: int, num_stages: int, num_microbatches: int, *, combined: bool = False
+) -> list[Step]:
     """Return the 1F1B order: warm up, alternate, drain.
 
     A stage may run ahead of its first backward by the number of stages after it, so at most
     ``num_stages - stage`` microbatches are alive at once.
+
+    Combined, twice as many are. The last stage has one more forward before its first backward, or
+    both would be of one microbatch. What a pair makes is there at its end, so that a gradient and
+    the forward that answers it are two pairs' time apart at each hop: a stage that ran ahead of the
+    next one by one forward alone would stand still in every other pair's time.
     """
-    return _alternate(num_microbatches, num_stages - stage - 1)
+    after = num_stages - stage - 1
+    return _alternate(num_microbatches, 2 * after + 1 if combined else after, combined=combined)
 
 
 def interleaved(
-    rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int
-) -> list[Action]:
+    rank: int,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    group_size: int,
+    *,
+    combined: bool = False,
+) -> list[Step]:
     """Return Megatron's interleaved 1F1B order over the chunks of a rank.
 
     ``group_size`` microbatches pass through a chunk before its rank turns to the next chunk. A rank
@@ -65,18 +75,23 @@ def interleaved(
     The last group may be smaller. Where it has fewer microbatches than there are ranks, strict
     alternation would wait for itself (Megatron-LM refuses such counts): the order is then that of a
     full round of ranks, without the microbatches that are not there.
+
+    Combined, every rank runs ahead by one more: it does so by two for each rank after it already.
     """
-    warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group_size
+    warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group_size + combined
     missing = num_ranks - num_microbatches % group_size
     total = num_microbatches + (missing if 0 < missing < num_ranks else 0)
-    return [
-        action
-        for action in _alternate(total, warmup, num_chunks, group_size)
-        if action.microbatch < num_microbatches
-    ]
+    steps = _alternate(total, warmup, num_chunks, group_size, combined=combined)
+    return [left for step in steps for left in _left(step, num_microbatches)]
 
 
-def zero_bubble_h1(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def _left(step: Step, num_microbatches: int) -> tuple[Step, ...]:
+    """Return what is left of a step if there are but ``num_microbatches``."""
+    there = tuple(part for part in parts(step) if part.microbatch < num_microbatches)
+    return (step,) if there == parts(step) else there
+
+
+def zero_bubble_h1(stage: int, num_stages: int, num_microbatches: int) -> list[Step]:
     """Return ZB-H1: 1F1B whose weight gradients lag behind by ``stage`` microbatches.
 
     Later stages would hold fewer microbatches than the first: they spend the difference on
@@ -90,7 +105,7 @@ def zero_bubble_h1(stage: int, num_stages: int, num_microbatches: int) -> list[A
     )
 
 
-def zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+def zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
     """Return ZB-V: chunk 0 leads down the ranks, chunk 1 back up, so rank 0 holds both ends.
 
     With equal costs of forward, input gradient and weight gradient no rank waits between its first
@@ -129,14 +144,14 @@ def forward_only(
 _KINDS: dict[str, Kind] = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
 
 
-def _unroll(num_microbatches: int, *phases: tuple[int, str]) -> list[Action]:
+def _unroll(num_microbatches: int, *phases: tuple[int, str]) -> list[Step]:
     """Return each phase's actions, repeated: the n-th of a kind and chunk is for microbatch n.
 
     A pattern may be written for more microbatches than there are: leaving out all actions of some
     leaves a valid schedule of the others.
     """
     counts: Counter[str] = Counter()
-    actions = []
+    actions: list[Action] = []
     for repeats, pattern in phases:
         for word in pattern.split() * repeats:
             actions.append(Action(_KINDS[word[0]], counts[word], int(word[1:] or 0)))
@@ -155,14 +170,20 @@ def _rounds(num_microbatches: int, num_chunks: int, group_size: int) -> list[Act
 
 
 def _alternate(
-    num_microbatches: int, warmup: int, num_chunks: int = 1, group_size: int | None = None
-) -> list[Action]:
+    num_microbatches: int,
+    warmup: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    *,
+    combined: bool = False,
+) -> list[Step]:
     """Return ``warmup`` forwards, then forwards and backwards in turn, then backwards alone."""
     forwards = _rounds(num_microbatches, num_chunks, group_size or num_microbatches)
     backwards = [Action("backward", i, num_chunks - 1 - chunk) for _, i, chunk in forwards]
     warmup = min(warmup, len(forwards))
-    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+    pairs = [Pair(*both) for both in zip(forwards[warmup:], backwards, strict=False)]
+    steady = pairs if combined else [action for pair in pairs for action in parts(pair)]
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
 @dataclass(frozen=True)
@@ -172,9 +193,14 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    actions: tuple[tuple[Action, ...], ...]
+    steps: tuple[tuple[Step, ...], ...]
     """By rank."""
     group_size: int = 1
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of the steps, by rank; of a pair the forward first."""
+        return tuple(tuple(part for step in steps for part in parts(step)) for steps in self.steps)
 
     @cached_property
     def evaluation(self) -> "Schedule":
@@ -183,7 +209,7 @@ class Schedule:
             forward_only(rank, self.placement, self.num_microbatches, self.group_size)
             for rank in range(self.placement.num_ranks)
         ]
-        return replace(self, name=f"{self.name} forward only", actions=tuple(map(tuple, lists)))
+        return replace(self, name=f"{self.name} forward only", steps=tuple(map(tuple, lists)))
 
 
 @lru_cache(maxsize=64)
@@ -193,6 +219,8 @@ def make_schedule(
     num_microbatches: int,
     num_chunks: int = 1,
     group_size: int | None = None,
+    *,
+    combined: bool = False,
 ) -> Schedule:
     """Return a schedule of all ranks; the same object for the same arguments.
 
@@ -202,11 +230,19 @@ def make_schedule(
         num_microbatches: microbatches of an iteration on one replica.
         num_chunks: stages per rank: several for ``interleaved``, two for ``zb-v``, else one.
         group_size: see `interleaved`; the number of ranks when absent.
+        combined: forwards and backwards in turn are pairs.
 
     Raises:
-        UserError: the schedule does not go with so many chunks, or the group is too small.
+        UserError: the schedule does not go with so many chunks, or has no pairs, or the group is
+            too small.
     """
     _check_chunks(name, num_chunks)
+    if combined and name not in COMBINED:
+        raise UserError(
+            f"--overlap-moe-expert-parallel-comm lets a forward and a backward run beside each "
+            f"other, which do not take turns in --pipeline-schedule {name}; use 1f1b or "
+            "interleaved (auto is one of them)"
+        )
     group = num_ranks if group_size is None else group_size
     if group < num_ranks:
         raise UserError(
@@ -215,18 +251,21 @@ def make_schedule(
             "rank's next chunk only after so many microbatches"
         )
     placement = Placement(num_ranks, num_chunks, "v" if name == "zb-v" else "loop")
-    lists: list[Sequence[Action]] = []
+    lists: list[Sequence[Step]] = []
     for rank in range(num_ranks):
+        place = (rank, num_ranks, num_microbatches)
         if name == "interleaved":
-            lists.append(interleaved(rank, num_ranks, num_microbatches, num_chunks, group))
+            lists.append(interleaved(*place, num_chunks, group, combined=combined))
+        elif name == "1f1b":
+            lists.append(one_forward_one_backward(*place, combined=combined))
         else:
-            lists.append(_SIMPLE[name](rank, num_ranks, num_microbatches))
-    return Schedule(name, placement, num_microbatches, tuple(map(tuple, lists)), group)
+            lists.append(_SIMPLE[name](*place))
+    title = f"combined-{name}" if combined else name
+    return Schedule(title, placement, num_microbatches, tuple(map(tuple, lists)), group)
 
 
 _SIMPLE = {
     "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
     "zb-h1": zero_bubble_h1,
     "zb-v": zero_bubble_v,
 }

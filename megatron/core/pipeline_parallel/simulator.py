@@ -1,8 +1,10 @@
 """The time a schedule takes and what it holds, found by playing its lists through; no torch.
 
-A rank does its actions in order, each as soon as its inputs are there; a message between ranks
-takes ``transfer``, and the sender does not wait. The costs are of one microbatch through all that a
-rank holds: with several chunks each takes its share, so that schedules compare on equal work.
+A rank does its steps in order, each as soon as its inputs are there; a message between ranks
+takes ``transfer``, and the sender does not wait. A pair takes as long as its two actions would one
+after the other: that tokens travel beside it is no matter of a schedule. The costs are of one
+microbatch through all that a rank holds: with several chunks each takes its share, so that
+schedules compare on equal work.
 
 Bubble is what the pipeline takes longer than its busiest rank works, as a share of that work. For
 m microbatches on p ranks with v chunks each it is (p-1)/m under GPipe and 1F1B, and (p-1)/(vm)
@@ -12,12 +14,13 @@ interleaved (Narayanan et al., 2021, arXiv:2104.04473).
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.actions import Action, Step, parts
 from megatron.core.pipeline_parallel.messages import Need, made, requirements, without
-from megatron.core.pipeline_parallel.schedules import Action, Schedule
+from megatron.core.pipeline_parallel.schedules import Schedule
 
 
 class Deadlock(Exception):
-    """No rank can go on; the message names the action that each stands before."""
+    """No rank can go on; the message names the step that each stands before."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,11 @@ class Costs:
     backward_weight: float = 1.0
     transfer: float = 0.0
 
-    def of(self, action: Action, num_chunks: int) -> float:
-        """Return the time of an action."""
+    def of(self, step: Step, num_chunks: int) -> float:
+        """Return the time of a step."""
+        return sum(self._of_one(part, num_chunks) for part in parts(step))
+
+    def _of_one(self, action: Action, num_chunks: int) -> float:
         if action.kind == "backward":
             whole = self.backward_input + self.backward_weight
         else:
@@ -39,16 +45,16 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """An action and when it ran."""
+    """A step and when it ran."""
 
-    action: Action
+    step: Step
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule ran."""
+    """When every step of a schedule ran."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -76,11 +82,12 @@ class Timeline:
         weight gradients; in one of v chunks it counts 1/v.
         """
         changes: dict[float, int] = {}
-        for action, start, end in self.spans[rank]:
-            if action.kind == "forward":
-                changes[start] = changes.get(start, 0) + 1
-            elif action.kind != "backward_input":
-                changes[end] = changes.get(end, 0) - 1
+        for step, start, end in self.spans[rank]:
+            for action in parts(step):
+                if action.kind == "forward":
+                    changes[start] = changes.get(start, 0) + 1
+                elif action.kind != "backward_input":
+                    changes[end] = changes.get(end, 0) - 1
         alive, steps = 0, []
         for time in sorted(changes):
             alive += changes[time]
@@ -93,42 +100,43 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Return when each action runs.
+    """Return when each step runs.
 
     Raises:
         Deadlock: the lists cannot be finished.
     """
     costs, placement = costs or Costs(), schedule.placement
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    # When what an action needs is there: messages, and this rank's own earlier work.
+    # When what a step needs is there: messages, and this rank's own earlier work.
     ready: dict[Need, float] = {}
     moved = True
     while moved:
         moved = False
-        for rank, actions in enumerate(schedule.actions):
-            for action in actions[len(spans[rank]) :]:
-                needs = requirements(placement, rank, action)
+        for rank, steps in enumerate(schedule.steps):
+            for step in steps[len(spans[rank]) :]:
+                needs = requirements(placement, rank, step)
                 if any(need not in ready for need in needs):
                     break
                 clock = spans[rank][-1].end if spans[rank] else 0.0
                 start = max([clock, *(ready[need] for need in needs)])
-                end = start + costs.of(action, placement.num_chunks)
-                spans[rank].append(Span(action, start, end))
-                ready[rank, action] = end
-                message = made(placement, rank, action)
-                if message is not None:
-                    local = placement.owner(message.target)[0] == rank
-                    ready[message] = end if local else end + costs.transfer
+                end = start + costs.of(step, placement.num_chunks)
+                spans[rank].append(Span(step, start, end))
+                for action in parts(step):
+                    ready[rank, action] = end
+                    message = made(placement, rank, action)
+                    if message is not None:
+                        local = placement.owner(message.target)[0] == rank
+                        ready[message] = end if local else end + costs.transfer
                 moved = True
     stuck = {
-        rank: actions[len(spans[rank])]
-        for rank, actions in enumerate(schedule.actions)
-        if len(spans[rank]) < len(actions)
+        rank: steps[len(spans[rank])]
+        for rank, steps in enumerate(schedule.steps)
+        if len(spans[rank]) < len(steps)
     }
     if stuck:
         waits = [
-            f"rank {rank} stands before {action}{without(placement, rank, action, ready)}"
-            for rank, action in stuck.items()
+            f"rank {rank} stands before {step}{without(placement, rank, step, ready)}"
+            for rank, step in stuck.items()
         ]
         raise Deadlock(f"schedule {schedule.name} cannot be finished: {'; '.join(waits)}")
     return Timeline(schedule, tuple(map(tuple, spans)))

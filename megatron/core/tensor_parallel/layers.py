@@ -25,18 +25,31 @@ from megatron.core.sharding import Init, Sharding
 from megatron.core.tensor_parallel import mappings, overlap
 from megatron.core.utils import divide
 
+
+class _Tasks(list[Callable[[], Any]]):
+    """Weight gradients that are still to be computed."""
+
+    fills_waits = False
+    """Whoever waits for other ranks may compute them meanwhile."""
+
+
 # Innermost last. Of the process, not of a thread: on CUDA autograd runs backwards in its own.
-_postponed: list[list[Callable[[], Any]]] = []
+_postponed: list[_Tasks] = []
 _without_memory: list[bool] = []
 
 
 @contextmanager
-def postponing() -> Iterator[list[Callable[[], Any]]]:
+def postponing(*, fills_waits: bool = False) -> Iterator[list[Callable[[], Any]]]:
     """Collect the weight gradients of backwards in the block, uncomputed, each in a closure.
 
     Only weights with a gradient buffer may be among them: there is nobody to return one to.
+
+    Args:
+        fills_waits: what is collected is computed where the block waits for other ranks
+            (`catch_up`); what is left is given as always.
     """
-    tasks: list[Callable[[], Any]] = []
+    tasks = _Tasks()
+    tasks.fills_waits = fills_waits
     _postponed.append(tasks)
     try:
         yield tasks
@@ -48,6 +61,15 @@ def postponing() -> Iterator[list[Callable[[], Any]]]:
 def is_postponing() -> bool:
     """Return whether somebody collects weight gradients."""
     return bool(_postponed)
+
+
+def catch_up() -> None:
+    """Compute what is postponed until somebody waits: the caller is about to."""
+    if _postponed and _postponed[-1].fills_waits:
+        tasks = _postponed[-1]
+        for task in tasks:
+            task()
+        tasks.clear()
 
 
 def postpone(weight: Tensor, task: functools.partial[Tensor | None]) -> None:

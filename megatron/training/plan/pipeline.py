@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.placement import Placement
-from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
 from megatron.training.config import RunConfig
 
@@ -96,7 +96,9 @@ def _enough(pipeline: PipelineConfig, placement: Placement, count: int) -> int:
     """
     group = pipeline.microbatch_group_size_per_vp_stage or placement.num_ranks
     period = group if placement.num_chunks > 1 and placement.shape == "loop" else 1
-    enough = 2 * (placement.num_ranks + period)
+    # Pairs begin after twice as many forwards.
+    ahead = placement.num_ranks * (1 + pipeline.overlap_moe_expert_parallel_comm)
+    enough = 2 * (ahead + period)
     return count if count <= enough else enough + (count - enough) % period
 
 

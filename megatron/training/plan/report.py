@@ -133,8 +133,10 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     if placement.num_ranks == 1:
         return
     which = "an" if config.batch_sizes.is_constant else "the largest"
+    combined = "combined " * config.pipeline.overlap_moe_expert_parallel_comm
     yield (
-        f"schedule {config.pipeline.schedule_name(placement)}: {placement.num_ranks} ranks with "
+        f"schedule {combined}{config.pipeline.schedule_name(placement)}: {placement.num_ranks} "
+        "ranks with "
         f"{placement.num_chunks} stage{'s' * (placement.num_chunks > 1)} each, {count} "
         f"microbatch{'es' * (count > 1)} in {which} iteration"
     )

@@ -31,6 +31,9 @@ class MoEConfig(Config):
     moe_shared_expert_gate: bool = option(False)
     """Scale what the shared experts add to a token by a sigmoid of the token."""
 
+    moe_shared_expert_overlap: bool = option(False)
+    """Let shared experts compute while the tokens travel (alltoall only)."""
+
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] = option(
         "allgather"
     )
@@ -64,6 +67,27 @@ class MoEConfig(Config):
                 "--moe-shared-expert-gate scales shared experts; give their width by "
                 "--moe-shared-expert-intermediate-size, or drop it"
             )
+
+        if self.moe_shared_expert_overlap:
+            self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        if self.moe_shared_expert_intermediate_size is None:
+            raise UserError(
+                "--moe-shared-expert-overlap lets shared experts compute while tokens travel; give "
+                "their width by --moe-shared-expert-intermediate-size, or drop it"
+            )
+        if not self.exchanges:
+            raise UserError(
+                "--moe-shared-expert-overlap needs tokens that travel by all-to-all, which "
+                f"--moe-token-dispatcher-type {self.moe_token_dispatcher_type} does not; choose "
+                "--moe-token-dispatcher-type alltoall, or drop it"
+            )
+
+    @property
+    def exchanges(self) -> bool:
+        """Return whether tokens travel by all-to-all, where they travel."""
+        return self.moe_token_dispatcher_type != "allgather"
 
     def check_layers(self, num_layers: int) -> None:
         """Refuse a pattern that does not fit ``num_layers``.

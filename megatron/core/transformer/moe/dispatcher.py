@@ -23,7 +23,7 @@ model, e of a rank.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,9 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.kernels import permute
 from megatron.core.kernels.permute import Moves
-from megatron.core.mesh import Axis, Mesh
+from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe.exchange import Travel
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.utils import divide
 
@@ -40,14 +41,24 @@ Compute = Callable[[Tensor, list[int]], Tensor]
 """(rows, one expert after the other; how many each has) -> outputs of the rows. Those of ranks
 along ``etp`` are partial sums."""
 
+Beside = Callable[[], None]
+"""Work that needs no token of other ranks."""
+
+
+def nothing() -> None:
+    """Do no work beside the tokens' way."""
+
 
 class Dispatcher(Protocol):
     """Brings tokens to experts and their outputs back."""
 
-    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, routing: Routing, compute: Compute, beside: Beside = nothing
+    ) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, ``[T, H]``.
 
-        A collective of ``etp_ep``, all of whose ranks have equally many tokens.
+        A collective of ``etp_ep``, all of whose ranks have equally many tokens. ``beside`` is
+        called once, while tokens travel if they do.
         """
         ...
 
@@ -90,8 +101,11 @@ class Local:
     def __init__(self, num_experts: int, moves: Moves = permute.REFERENCE) -> None:
         self.num_experts, self.moves = num_experts, moves
 
-    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, routing: Routing, compute: Compute, beside: Beside = nothing
+    ) -> Tensor:
         """See `Dispatcher`."""
+        beside()
         counts_E = _counts(routing.experts_TK, routing.kept_TK, self.num_experts)
         sizes: list[int] = counts_E.tolist()
         by = permute.sort_choices(routing.experts_TK, routing.kept_TK, sum(sizes))
@@ -107,8 +121,11 @@ class Gathering:
         self.axis, self.own = mesh.etp_ep, divide(num_experts, mesh.ep.size)
         self.first = mesh.ep.coordinate * self.own
 
-    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, routing: Routing, compute: Compute, beside: Beside = nothing
+    ) -> Tensor:
         """See `Dispatcher`."""
+        beside()
         # The gradient of a token, and of its weights, is the sum over those who worked on it.
         x_GH = mappings.enter(x_TH, self.axis, sequence_parallel=True)
         weights_GK = mappings.enter(routing.weights_TK, self.axis, sequence_parallel=True)
@@ -132,7 +149,9 @@ class Exchanging:
         self.ways, self.own = mesh.etp.size, divide(num_experts, mesh.ep.size)
         self.first = mesh.ep.coordinate * self.own
 
-    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, routing: Routing, compute: Compute, beside: Beside = nothing
+    ) -> Tensor:
         """See `Dispatcher`."""
         counts_E = _counts(routing.experts_TK, routing.kept_TK, self.num_experts)
         counts_GE = comm.all_gather(counts_E[None], self.axis)
@@ -148,10 +167,14 @@ class Exchanging:
 
         by = permute.sort_choices(routing.experts_TK, routing.kept_TK, sum(numbers))
         x_NH = _copies(self.moves.permute(x_TH, by), blocks, self.ways)
-        x_MH = _exchange(x_NH, self.axis, sent, received, "sent")
+        there = Travel(self.axis, sent, received, "sent")
+        sent_NH = there.start(x_NH)
+        beside()
+        x_MH = there.land(sent_NH)
         y_MH = compute(permute.rearrange(x_MH, order), sizes)
         y_MH = permute.rearrange(y_MH, permute.inverse(order))
-        y_NH = _summed(_exchange(y_MH, self.axis, received, sent, "received"), blocks, self.ways)
+        back = Travel(self.axis, received, sent, "received")
+        y_NH = _summed(back.land(back.start(y_MH)), blocks, self.ways)
         return self.moves.unpermute(y_NH, routing.weights_TK, by)
 
 
@@ -187,36 +210,3 @@ def _summed(y_NH: Tensor, blocks: Sequence[int], ways: int) -> Tensor:
     parts = y_NH.split([rows for rows in blocks for _ in range(ways)])
     whole = [torch.stack(parts[i : i + ways]).sum(0) for i in range(0, len(parts), ways)]
     return torch.cat(whole)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        sent: list[int],
-        received: list[int],
-        counted: Literal["sent", "received"],
-    ) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received, ctx.counted = axis, sent, received, counted
-        return comm.exchange(x.contiguous(), axis, sent, received, counted=counted)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        counted: Literal["sent", "received"] = "received" if ctx.counted == "sent" else "sent"
-        grad = comm.exchange(
-            grads[0].contiguous(), ctx.axis, ctx.received, ctx.sent, counted=counted
-        )
-        return grad, None, None, None, None
-
-
-def _exchange(
-    x: Tensor,
-    axis: Axis,
-    sent: list[int],
-    received: list[int],
-    counted: Literal["sent", "received"],
-) -> Tensor:
-    """Send rows to every rank and return what came, differentiably; see `comm.exchange`."""
-    return _Exchange.apply(x, axis, sent, received, counted)  # type: ignore[no-any-return]

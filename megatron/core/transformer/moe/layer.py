@@ -5,7 +5,8 @@
 (Shazeer et al., 2017; Lepikhin et al., 2020; shared experts: Dai et al., 2024.) Every rank routes
 tokens of its own: those that sequence parallelism has given it, else a share of the positions that
 all ranks along ``tp`` hold, whose results are gathered afterwards. Positions that do not divide are
-filled up with ones of zeros that count nowhere. Shared experts are an MLP, cut over ``tp`` as any.
+filled up with ones of zeros that count nowhere. Shared experts are an MLP, cut over ``tp`` as any;
+with --moe-shared-expert-overlap they compute while the tokens travel.
 
 With a latent the routed part is  up(sum of weight_e expert_e(down(x))):  tokens travel, and are
 joined, in its width. Every rank holds both projections whole and applies them to its own tokens.
@@ -30,7 +31,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init, residual_init
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.dispatcher import Compute, build_dispatcher
+from megatron.core.transformer.moe.dispatcher import Beside, Compute, build_dispatcher, nothing
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.padding import padded
 from megatron.core.transformer.moe.router import Router
@@ -103,23 +104,34 @@ class MoELayer(nn.Module):
                 config, mesh, dtype, backends, sequence_parallel=sequence_parallel
             )
             self.run_shared = saving.runner(self.shared_experts, recomputed="shared_experts")
+        self.overlaps = moe.moe_shared_expert_overlap
 
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
         x_SBH = x_SBH.contiguous()  # once for all that keep it
-        if not self.cuts:
-            y_SBH = self._routed(x_SBH, context)
-        else:
-            positions = x_SBH.shape[0]
-            filled_SBH, context = _filled(x_SBH, context, self.axis.size)
-            added = filled_SBH.shape[0] - positions
-            own_SBH = self._routed(mappings.cut(filled_SBH, self.axis), context, added)
-            y_SBH = mappings.join(own_SBH, self.axis)[:positions]
-        if self.shared_experts is not None:
-            shared = partial(self.shared_experts, context=context)
-            y_SBH = y_SBH + self.run_shared(shared, x_SBH)
-        return y_SBH
+        if self.shared_experts is None:
+            return self._routed_of_all(x_SBH, context, nothing)
+        experts = partial(self.shared_experts, context=context)
+        shared_SBH: list[Tensor] = []
 
-    def _routed(self, x_SBH: Tensor, context: Context, added: int = 0) -> Tensor:
+        def share() -> None:
+            shared_SBH.append(self.run_shared(experts, x_SBH))
+
+        y_SBH = self._routed_of_all(x_SBH, context, share if self.overlaps else nothing)
+        if not self.overlaps:
+            share()
+        return y_SBH + shared_SBH.pop()
+
+    def _routed_of_all(self, x_SBH: Tensor, context: Context, beside: Beside) -> Tensor:
+        """Return what the routed experts make of the tokens that are held here, shared or not."""
+        if not self.cuts:
+            return self._routed(x_SBH, context, beside)
+        positions = x_SBH.shape[0]
+        filled_SBH, context = _filled(x_SBH, context, self.axis.size)
+        added = filled_SBH.shape[0] - positions
+        own_SBH = self._routed(mappings.cut(filled_SBH, self.axis), context, beside, added)
+        return mappings.join(own_SBH, self.axis)[:positions]
+
+    def _routed(self, x_SBH: Tensor, context: Context, beside: Beside, added: int = 0) -> Tensor:
         """Return what the routed experts make of this rank's tokens.
 
         ``added`` of the positions of all ranks along ``tp``, the last ones, were added.
@@ -129,7 +141,7 @@ class MoELayer(nn.Module):
         compute: Compute = self.experts
         if self.pads and routing.capacity is not None:
             compute = padded(compute, routing.capacity * self.microbatches)
-        y_TL = self.dispatch(self.fc1_latent_proj(x_TH), routing, compute)
+        y_TL = self.dispatch(self.fc1_latent_proj(x_TH), routing, compute, beside)
         y_TH: Tensor = self.fc2_latent_proj(y_TL)
         if context.balance is not None:
             y_TH = context.balance.attach(y_TH, routing, id(self))
