@@ -1,6 +1,5 @@
 """Rules of microbatches that run beside each other, so that tokens travel under computation."""
 
-from megatron.core.pipeline_parallel.schedules import COMBINED
 from megatron.core.utils import UserError
 from megatron.training.config import RunConfig
 from megatron.training.layout_rules import Origins, Rule
@@ -32,16 +31,10 @@ def paired_microbatches_exchange_tokens(config: RunConfig, origins: Origins) -> 
 
 def paired_microbatches_take_turns(config: RunConfig, origins: Origins) -> None:
     """What runs beside a microbatch must find things as if it were alone."""
-    pipeline, model = config.pipeline, config.model
-    if not pipeline.overlap_moe_expert_parallel_comm:
+    if not config.pipeline.overlap_moe_expert_parallel_comm:
         return
-    schedule = pipeline.schedule_name(config.placement)
-    if schedule not in COMBINED:
-        raise UserError(
-            f"{OVERLAP} lets a forward and a backward run beside each other, which do not take "
-            f"turns under --pipeline-schedule {schedule}; use auto, 1f1b or interleaved"
-        )
-    recompute = model.recompute
+    config.pipeline.schedule(config.placement, 1)  # it has pairs, or is refused
+    recompute = config.model.recompute
     if recompute.granularity == "full":
         raise UserError(
             f"{OVERLAP} does not go with --recompute-granularity full, where tokens travel once "
@@ -53,7 +46,7 @@ def paired_microbatches_take_turns(config: RunConfig, origins: Origins) -> None:
             f"{OVERLAP} does not go with --recompute-modules moe, where tokens travel once more "
             "inside a backward; recompute moe_act and shared_experts instead"
         )
-    if model.offload.is_on:
+    if config.model.offload.is_on:
         raise UserError(
             f"{OVERLAP} does not go with activations in host memory yet, which come back in the "
             "order of one backward; drop one of the two"

@@ -178,6 +178,20 @@ def test_a_run_of_evaluations_has_no_bubble_and_a_run_on_one_rank_no_pipeline() 
     assert len(sections("")["memory per rank"]) == 4
 
 
+def test_pairs_are_told_of_with_pipelines_and_without() -> None:
+    words = (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--overlap-moe-expert-parallel-comm"
+    )
+    alone = sections(f"{words} --dry-run-world-size 2 --global-batch-size 20")["pipeline"]
+    assert alone[0].startswith("schedule combined 1f1b: 1 rank with 1 stage each, ")
+    assert alone[-1].endswith("; 2 alive")
+    pipeline = "--pipeline-model-parallel-size 2 --dry-run-world-size 4 --global-batch-size 8000000"
+    found = sections(f"{words} {pipeline}")["pipeline"]
+    assert found[0].startswith("schedule combined 1f1b: 2 ranks with 1 stage each, ")
+    assert [line.rpartition("; ")[2] for line in found[-2:]] == ["4 alive", "2 alive"]
+
+
 def test_what_a_rank_holds_is_a_table_and_what_fits_is_said() -> None:
     found = sections(
         "--dry-run-world-size 4 --use-distributed-optimizer --bf16 --dry-run-memory 0.001 "

@@ -205,8 +205,8 @@ class _Iteration:
             return
         with self.executor.delaying() as tasks:
             self._gradients(action)
-        for task in tasks:
-            task()
+        while tasks:
+            tasks.pop(0)()
 
     def _gradients(self, action: Action) -> None:
         x, output = self.kept.pop((action.microbatch, action.chunk))

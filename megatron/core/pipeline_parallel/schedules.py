@@ -239,9 +239,9 @@ def make_schedule(
     _check_chunks(name, num_chunks)
     if combined and name not in COMBINED:
         raise UserError(
-            f"--overlap-moe-expert-parallel-comm lets a forward and a backward run beside each "
-            f"other, which do not take turns in --pipeline-schedule {name}; use 1f1b or "
-            "interleaved (auto is one of them)"
+            "--overlap-moe-expert-parallel-comm lets a forward and a backward run beside each "
+            f"other, which do not take turns in --pipeline-schedule {name}; use auto, 1f1b or "
+            "interleaved"
         )
     group = num_ranks if group_size is None else group_size
     if group < num_ranks:

@@ -67,9 +67,8 @@ def catch_up() -> None:
     """Compute what is postponed until somebody waits: the caller is about to."""
     if _postponed and _postponed[-1].fills_waits:
         tasks = _postponed[-1]
-        for task in tasks:
-            task()
-        tasks.clear()
+        while tasks:
+            tasks.pop(0)()
 
 
 def postpone(weight: Tensor, task: functools.partial[Tensor | None]) -> None:

@@ -48,7 +48,11 @@ def footprint(
         passing: what is there for communication; nothing when absent.
     """
     share = Share(config, samples)
-    ledger = Ledger(splits(config), "embedding" if stage.is_first else "")
+    ledger = Ledger(
+        splits(config),
+        "embedding" if stage.is_first else "",
+        delays=config.pipeline.delay_wgrad_compute,
+    )
     working = 0
     if stage.is_first:
         ledger.add(saved.embedding(share))
@@ -204,6 +208,10 @@ def _sublayer(ledger: Ledger, share: Share, regions: Sequence[Region]) -> None:
             large = {name: piece for name, piece in pieces.items() if _is_moved(share, piece)}
         stay = [piece for name, piece in pieces.items() if name not in large.keys() | seen]
         seen.update(piece.name for piece in stay)
+        if region.awaits:
+            ledger.waits.append(len(ledger.kept))
+        if region.sends:
+            ledger.waits_back.append(len(ledger.kept))
         number = ledger.add(sum(piece.size for piece in stay), region.late)
         first = number - place + needed[place]
         if remade[place]:

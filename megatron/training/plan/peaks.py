@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.training.plan.ledger import Footprint
+from megatron.training.plan.ledger import Footprint, beside
 from megatron.training.plan.passing import Passing
 from megatron.training.plan.pipeline import Alive
 
@@ -76,6 +76,7 @@ class _Moment:
             kept * chunk.activations.kept + late * chunk.activations.postponed
             for kept, late, chunk in held
         )
+        self._pair = None if moment.beside is None else self._of_pair(chunks[moment.beside])
         # Gradients that other chunks have between the two parts of a backward.
         self._waiting = sum(
             chunk.passing.gradients
@@ -83,9 +84,17 @@ class _Moment:
             if is_begun and number != moment.chunk
         )
 
+    def _of_pair(self, forward: Chunk) -> int:
+        """Return the most of a pair, and of what is alive beside it."""
+        ahead, back = forward.activations, self._here.activations
+        before = self._alive - ahead.kept  # a forward has just ended, and no pair has begun
+        return before + max(self._working, beside(ahead, back) - back.kept)
+
     def activations(self) -> int:
         if self._moment.is_second:
             return self._alive
+        if self._pair is not None:
+            return self._pair
         return self._alive + max(self._working, self._here.activations.backward)
 
     def host(self) -> int:
@@ -104,6 +113,8 @@ class _Moment:
         before = self._alive + self._waiting
         if self._moment.is_second:
             return before + self._here.passing.end
+        if self._pair is not None:
+            return self._pair + self.communication()
         both = self._here.activations.together[self._finds_gradients]
         return before + max(self._working, both)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.actions import Pair, Step
 from megatron.core.pipeline_parallel.config import PipelineConfig
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
@@ -32,6 +32,8 @@ class Alive(NamedTuple):
     """By chunk: its last backward had its first part, and no second one since."""
     is_second: bool = False
     """What begins is the second part."""
+    beside: int | None = None
+    """The chunk of the forward beside it, which counts as begun, where both are a pair."""
 
     @property
     def microbatches(self) -> float:
@@ -53,19 +55,24 @@ def alive(pipeline: PipelineConfig, placement: Placement, count: int) -> Sequenc
     if pipeline.schedule_name(placement) == "gpipe":  # every forward comes before any backward
         return ({Alive((count,), (0,), 0, (False,))},) * placement.num_ranks
     schedule = pipeline.schedule(placement, _enough(pipeline, placement, count))
-    return tuple(_peaks(actions, placement.num_chunks) for actions in schedule.actions)
+    return tuple(_peaks(steps, placement.num_chunks) for steps in schedule.steps)
 
 
-def _peaks(actions: Sequence[Action], num_chunks: int) -> set[Alive]:
+def _peaks(steps: Sequence[Step], num_chunks: int) -> set[Alive]:
     """Return what is alive before each backward: until there, forwards have only added to it."""
     kept, postponed, begun = [0] * num_chunks, [0] * num_chunks, [False] * num_chunks
     found = set()
-    for action in actions:
+    for step in steps:
+        action, beside = step.backward if isinstance(step, Pair) else step, None
+        if isinstance(step, Pair):
+            beside = step.forward.chunk
+            kept[beside] += 1
         if action.kind == "forward":
             kept[action.chunk] += 1
             continue
         second = action.kind == "backward_weight"
-        found.add(Alive(tuple(kept), tuple(postponed), action.chunk, tuple(begun), second))
+        now = (tuple(kept), tuple(postponed), action.chunk, tuple(begun))
+        found.add(Alive(*now, second, beside))
         if second:
             postponed[action.chunk] -= 1
             begun[action.chunk] = False

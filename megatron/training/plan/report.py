@@ -130,13 +130,13 @@ def _process_groups(config: RunConfig) -> Iterator[str]:
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
     placement, count = config.placement, pipeline_plan.microbatches(config)
-    if placement.num_ranks == 1:
+    has_pairs = config.pipeline.overlap_moe_expert_parallel_comm
+    if placement.num_ranks == 1 and not has_pairs:
         return
     which = "an" if config.batch_sizes.is_constant else "the largest"
-    combined = "combined " * config.pipeline.overlap_moe_expert_parallel_comm
+    name = "combined " * has_pairs + config.pipeline.schedule_name(placement)
     yield (
-        f"schedule {combined}{config.pipeline.schedule_name(placement)}: {placement.num_ranks} "
-        "ranks with "
+        f"schedule {name}: {placement.num_ranks} rank{'s' * (placement.num_ranks > 1)} with "
         f"{placement.num_chunks} stage{'s' * (placement.num_chunks > 1)} each, {count} "
         f"microbatch{'es' * (count > 1)} in {which} iteration"
     )

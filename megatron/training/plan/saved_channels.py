@@ -87,7 +87,10 @@ def experts(share: Share, layer: int) -> list[Region]:
     routed = _routed(share)
     whole = [*routed, *shared]
     if "moe" not in modules:
-        return whole
+        if not model.moe.moe_shared_expert_overlap:
+            return whole
+        sent = [region.name for region in routed].index("dispatch") + 1
+        return [*routed[:sent], *shared, *routed[sent:]]
     # One run makes all of it again; what the router has saved is there until its backward, which is
     # the last, and what sorting has until the one before that puts off no more.
     router, *rest = whole
@@ -115,6 +118,7 @@ def _routed(share: Share) -> list[Region]:
     kind = moe.moe_token_dispatcher_type if sizes["etp_ep"] > 1 else "here"
     # Whole tokens come here, and are sorted here with all their choices.
     gathers = kind in ("allgather", "flex")
+    travel = sizes["etp_ep"] > 1 and not gathers
     seen, rows = choices, choices * sizes["etp"]
     if kind == "allgather":
         seen = choices * sizes["etp_ep"]
@@ -131,9 +135,11 @@ def _routed(share: Share) -> list[Region]:
     places: tuple[Piece, ...] = (Piece("places", seen * INDEX, INDEX),)
     if not moe.moe_permute_fusion:
         places = (Piece("order", (rows if gathers else choices) * INDEX, INDEX), *places)
-    moved = list(places)
-    if not gathers and kind != "here":
-        moved += [Piece(f"order {way}", rows * INDEX, INDEX) for way in ("here", "back")]
+    arrives, leaves = list[Region](), list[Region]()
+    if travel:
+        here, back_ = (Piece(f"order {way}", rows * INDEX, INDEX) for way in ("here", "back"))
+        arrives.append(Region("arrive", (here,), awaits=True))
+        leaves.append(Region("leave", (back_,), sends=True))
     act = activation(share, rows, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
     rows_ = Piece("rows", stream, size)
     joined = Piece("all weights", seen * share.main, share.main) if gathers else router[-1]
@@ -149,7 +155,8 @@ def _routed(share: Share) -> list[Region]:
     return [
         Region("router", router, share.stream + own * moe.num_experts * size),
         *down,
-        Region("dispatch", tuple(moved)),
+        Region("dispatch", places, sends=travel),
+        *arrives,
         Region("in", (rows_,), rows_.size + act[0].size, offloaded="expert_fc1"),
         Region(
             "act",
@@ -160,6 +167,7 @@ def _routed(share: Share) -> list[Region]:
             offloaded="moe_act",
         ),
         Region("out", act[-1:], act[-1].size + stream),
-        Region("combine", (Piece("outputs", back, size), joined, *places)),
+        *leaves,
+        Region("combine", (Piece("outputs", back, size), joined, *places), awaits=travel),
         *up,
     ]

@@ -139,3 +139,7 @@ class Region:
     """Its name in --offload-modules."""
     joins: bool = False
     """It is offloaded in one group with the region before it."""
+    sends: bool = False
+    """Rows leave after it; its backward waits for their gradients."""
+    awaits: bool = False
+    """It waits for rows that were sent."""

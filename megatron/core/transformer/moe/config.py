@@ -67,7 +67,6 @@ class MoEConfig(Config):
                 "--moe-shared-expert-gate scales shared experts; give their width by "
                 "--moe-shared-expert-intermediate-size, or drop it"
             )
-
         if self.moe_shared_expert_overlap:
             self._check_overlap()
 
@@ -87,7 +86,7 @@ class MoEConfig(Config):
     @property
     def exchanges(self) -> bool:
         """Return whether tokens travel by all-to-all, where they travel."""
-        return self.moe_token_dispatcher_type != "allgather"
+        return self.moe_token_dispatcher_type in ("alltoall", "alltoall_seq")
 
     def check_layers(self, num_layers: int) -> None:
         """Refuse a pattern that does not fit ``num_layers``.

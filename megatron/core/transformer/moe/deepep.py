@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.kernels.permute import Moves, sort_choices
 from megatron.core.kernels.probe import INSTALL, missing
 from megatron.core.mesh import Mesh
-from megatron.core.transformer.moe.dispatcher import Compute
+from megatron.core.transformer.moe.dispatcher import Beside, Compute, nothing
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.utils import UserError, divide
 
@@ -82,8 +82,11 @@ class DeepEP:
         self.ways, self.own = mesh.etp.size, divide(num_experts, mesh.ep.size)
         self.experts = num_experts * self.ways
 
-    def __call__(self, x_TH: Tensor, routing: Routing, compute: Compute) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, routing: Routing, compute: Compute, beside: Beside = nothing
+    ) -> Tensor:
         """See `dispatcher.Dispatcher`."""
+        beside()
         chosen_TK, weights_TJ = routing.experts_TK, routing.weights_TK
         ranks_TK = chosen_TK.div(self.own, rounding_mode="floor") * self.ways
         numbers_TK = ranks_TK * self.own + chosen_TK % self.own
