@@ -52,7 +52,7 @@ LINES = (
     "agreement checkpoints data_trace idle_data idle_experts idle_layout layout_rules passes "
     + "records",
     "batch_rules build device_choices evaluation generation idle memory_rules model_rules step "
-    + "nearest_layout overlap_rules",
+    + "nearest_layout overlap_rules upcycling_rules",
     "planner program rules",
     "arguments trainer",
     "explain plan",

@@ -51,6 +51,11 @@ def fill(parameter: nn.Parameter, seed: int) -> None:
         parameter[sharding.box_slices(region.local)].copy_(values)
 
 
+def initial_values(record: sharding.Sharding, seed: int) -> Tensor:
+    """Return what a whole logical tensor starts with, in fp32 on the CPU."""
+    return _draw(record, tuple((0, size) for size in record.shape), seed)
+
+
 def _draw(record: sharding.Sharding, box: sharding.Box, seed: int) -> Tensor:
     """Return fp32 initial values of one box of a logical tensor."""
     shape = sharding.box_shape(box)

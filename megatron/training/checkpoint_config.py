@@ -52,6 +52,13 @@ class CheckpointConfig(Config):
     pretrained_checkpoint: str | None = option(None, metavar="DIR")
     """Weights to start from when --load holds no checkpoint."""
 
+    moe_use_upcycling: bool = option(False)
+    """Make the experts of a new run of a dense checkpoint, that of --load or
+    --pretrained-checkpoint; outputs are equal at the start."""
+
+    moe_upcycling_granularity: int = option(1)
+    """With --moe-use-upcycling: slices of a dense MLP, each of which is an expert of its own."""
+
     exit_on_missing_checkpoint: bool = option(False)
     """Stop instead of starting from scratch when --load holds no checkpoint."""
 
@@ -95,6 +102,7 @@ class CheckpointConfig(Config):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
         check_at_least(self, 0, "override_ckpt_iteration")
+        check_at_least(self, 1, "moe_upcycling_granularity")
         self._check_conversion()
 
     def _check_conversion(self) -> None:

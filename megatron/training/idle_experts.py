@@ -6,6 +6,13 @@ from megatron.training.config import RunConfig
 
 def idle_experts(config: RunConfig) -> dict[str, str]:
     """Return the settings of experts that need others which are not there."""
+    idle = _idle_in_model(config)
+    if not config.checkpoint.moe_use_upcycling:
+        idle["moe_upcycling_granularity"] = "no --moe-use-upcycling"
+    return idle
+
+
+def _idle_in_model(config: RunConfig) -> dict[str, str]:
     moe, router = config.model.moe, config.model.router
     if moe.num_experts is None:
         idle = dict.fromkeys((*moe.flatten(), *router.flatten()), "no --num-experts")

@@ -17,6 +17,7 @@ from megatron.training.model_rules import MODEL_RULES
 from megatron.training.nearest_layout import nearest_layouts
 from megatron.training.overlap_rules import OVERLAP_RULES
 from megatron.training.processes.group_settings import group_settings
+from megatron.training.upcycling_rules import UPCYCLING_RULES
 from megatron.training.wording import flag, listed
 
 
@@ -173,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     profiles_are_of_the_device,
     loaders_have_no_length,
     groups_are_known,
+    *UPCYCLING_RULES,
     *MEMORY_RULES,
     *OVERLAP_RULES,
 )

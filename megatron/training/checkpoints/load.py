@@ -6,12 +6,13 @@ Loading sets, never adds: to load twice is to load once. The log says which part
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core import comm
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.interface import Reader
 from megatron.core.dist_checkpointing.load import LoadReport, check_bytes, load
 from megatron.core.dist_checkpointing.local_reading import LocalCheckpoint
 from megatron.core.dist_checkpointing.plan import Item
@@ -25,7 +26,7 @@ from megatron.core.progress import Bar, Told, untold
 from megatron.core.utils import Say, human_bytes
 from megatron.training.checkpoint_config import CheckpointConfig
 from megatron.training.checkpoints import facts as checkpoint_facts
-from megatron.training.checkpoints import random_states, settings
+from megatron.training.checkpoints import random_states, settings, upcycling
 from megatron.training.checkpoints.contents import (
     MASTERS,
     OPTIMIZER,
@@ -72,9 +73,15 @@ def load_checkpoint(run: CheckpointedRun, schedule: ScheduleConfig) -> Loaded:
     """
     local, incomplete = newest_local(run.config, run.mesh, run.say)
     source, local = _sound(run, local, incomplete)
+    upcycles, chosen = False, source
+    if run.config.moe_use_upcycling:
+        world = run.mesh.world
+        upcycles = from_first(world, lambda: upcycling.applies(run.config, chosen, run.say))
     if source is None:
         return Loaded(TrainState(), run.facts.schedule)
-    return _Loading(run, schedule, source, local).loaded()
+    if upcycles:
+        source = replace(source, weights_only=True)
+    return _Loading(run, schedule, source, local, upcycles=upcycles).loaded()
 
 
 class _Loading:
@@ -85,11 +92,19 @@ class _Loading:
         schedule: what the flags say of a schedule other than the stored one.
         source: what it is set from.
         local: the checkpoint on the machines' own disks that ``source`` may be.
+        upcycles: it is a dense one, of which the run's experts are made.
     """
 
     def __init__(
-        self, run: CheckpointedRun, schedule: ScheduleConfig, source: Source, local: Local | None
+        self,
+        run: CheckpointedRun,
+        schedule: ScheduleConfig,
+        source: Source,
+        local: Local | None,
+        *,
+        upcycles: bool,
     ) -> None:
+        self._upcycles = upcycles
         self._run, self._schedule_config = run, schedule
         self._source, self._local = source, local
         self._folder, self._facts = source.found.folder, source.found.index.facts
@@ -153,7 +168,10 @@ class _Loading:
             masters=not run.config.load_main_params_from_ckpt,
         )
         with open_source(self._source, self._local, run.mesh, wanted) as checkpoint:
-            report = self._fill_tensors(wanted, checkpoint)
+            reader: Reader = checkpoint
+            if self._upcycles:
+                reader = upcycling.upcycled(run, checkpoint, wanted)
+            report = self._fill_tensors(wanted, reader)
             if run.optimizer is not None:
                 if self._with_optimizer:
                     run.optimizer.load_scalars(self._facts["optimizer"])
@@ -161,7 +179,7 @@ class _Loading:
             wants_random = run.config.load_rng and not self._source.weights_only
             return report, wants_random and _load_random(checkpoint, run.mesh, run.say)
 
-    def _fill_tensors(self, wanted: Sequence[Item], checkpoint: Checkpoint) -> LoadReport:
+    def _fill_tensors(self, wanted: Sequence[Item], checkpoint: Reader) -> LoadReport:
         config, world = self._run.config, self._run.mesh.world
         held = sum(piece.tensor.nbytes for item in wanted for piece in item.pieces)
         try:

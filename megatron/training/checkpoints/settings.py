@@ -14,6 +14,8 @@ from megatron.core.config import Origin, Spec, as_json, as_words, specs
 from megatron.core.tokenizers.config import TokenizerConfig
 from megatron.core.transformer.config import InitConfig, TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
+from megatron.core.transformer.moe.config import MoEConfig
+from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import Say, UserError
@@ -126,6 +128,10 @@ def merge(
         UserError: a flag or file contradicts the stored architecture.
     """
     fixed = architecture()
+    own: set[str] = set()
+    if given.get("moe_use_upcycling"):  # experts are this run's, the checkpoint is dense
+        own = {*specs(MoEConfig), *specs(RouterConfig)}
+        fixed = {name: spec for name, spec in fixed.items() if name not in own}
     if stored.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = specs(TransformerConfig)["max_position_embeddings"]
     conflicts = [
@@ -139,7 +145,7 @@ def merge(
             f"--use-checkpoint-args: {'; '.join(conflicts)}. Remove the setting, or load a "
             "checkpoint of that architecture"
         )
-    free = {name: spec for name, spec in adopted().items() if name not in fixed}
+    free = {name: spec for name, spec in adopted().items() if name not in {*fixed, *own}}
     return [*_take_fixed(given, origins, stored, fixed), *_adopt(given, origins, stored, free)]
 
 
