@@ -25,8 +25,14 @@ class _Pair:
         self._changed = threading.Condition()
         self._turn = 0
         self._over = [False, False]
+        self._threads = [threading.get_ident()] * 2
         self.error: BaseException | None = None
         """Of the half that failed first."""
+
+    @property
+    def thread(self) -> int:
+        """Return whose turn it is: the half's thread."""
+        return self._threads[self._turn]
 
     def give(self) -> None:
         """Let the other half go on until this one has the turn again."""
@@ -41,6 +47,7 @@ class _Pair:
 
     def half(self, number: int, function: Callable[[], None]) -> None:
         """Run a half in the calling thread, from its first turn on; keep what it raises."""
+        self._threads[number] = threading.get_ident()
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._turn == number)
@@ -69,6 +76,16 @@ def give() -> None:
     """
     if _running:
         _running[-1].give()
+
+
+def at_work() -> int | None:
+    """Return the thread of the half that has the turn, None where no pair runs.
+
+    May be asked from any thread: who looks for what a process is at finds the caller's thread
+    waiting for its turn.
+    """
+    pairs = _running[-1:]
+    return pairs[0].thread if pairs else None
 
 
 class Turns:

@@ -62,6 +62,28 @@ def test_the_second_half_is_the_callers_thread_and_the_first_has_one_of_its_own(
     assert prepared == [threads[0]]
 
 
+def test_who_is_at_work_is_known_to_others() -> None:
+    """A thread of neither half finds the one whose turn it is."""
+    found: list[tuple[str, bool]] = []
+
+    def look(name: str) -> None:
+        seen: list[int | None] = []
+        other = threading.Thread(target=lambda: seen.append(turns.at_work()))
+        other.start()
+        other.join()
+        found.append((name, seen == [threading.get_ident()]))
+
+    def half(name: str) -> None:
+        look(name)
+        turns.give()
+        look(name)
+
+    assert turns.at_work() is None
+    Turns().run(lambda: half("a"), lambda: half("b"))
+    assert turns.at_work() is None
+    assert found == [("a", True), ("b", True), ("a", True), ("b", True)]
+
+
 @pytest.mark.parametrize("failing", ["a", "b"])
 @pytest.mark.parametrize("before", [True, False])
 def test_a_failure_ends_both_and_is_raised(failing: str, before: bool) -> None:

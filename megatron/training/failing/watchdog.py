@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from megatron.core import comm
+from megatron.core import comm, turns
 from megatron.core.mesh import Axis
 from megatron.core.utils import UserError
 from megatron.training.failing.cause import DIED, Cause, Kind, Message, named
@@ -251,13 +251,13 @@ class Watchdog(threading.Thread):
             "beat",
             doing=str(self._pulse),
             age=self._age,
-            is_waiting=is_waiting(self._main_frame()),
+            is_waiting=is_waiting(self._frame_at_work()),
             is_overdue=overdue,
         )
 
-    def _main_frame(self) -> FrameType | None:
+    def _frame_at_work(self) -> FrameType | None:
         assert self._main is not None
-        return sys._current_frames().get(self._main)
+        return sys._current_frames().get(turns.at_work() or self._main)
 
     def _take(self, message: Message) -> None:
         kind = message.pop("type")
@@ -293,7 +293,7 @@ class Watchdog(threading.Thread):
 
     def _own_block(self, cause: str) -> str:
         me = named(self._places, self._rank)
-        if not is_waiting(self._main_frame()):
+        if not is_waiting(self._frame_at_work()):
             # Perhaps its collective has failed, and the main thread is on its way to say so.
             self._has_failed.wait(ALIKE)
         if self._failure is not None:
@@ -303,7 +303,7 @@ class Watchdog(threading.Thread):
         return f"{me} ends, since {cause}; it was in {self._pulse}{wait}, at:\n{self._stack()}"
 
     def _stack(self) -> str:
-        frame = self._main_frame()
+        frame = self._frame_at_work()
         return "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)\n"
 
     def _print(self, text: str) -> None:
@@ -362,7 +362,7 @@ class Watchdog(threading.Thread):
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Return whether the main thread, whose stack this is, waits for other ranks."""
+    """Return whether the thread at work, whose stack this is, waits for other ranks."""
     if comm.awaited() is not None:
         return True
     while frame is not None:
