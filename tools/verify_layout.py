@@ -42,6 +42,7 @@ if __name__ == "__main__":  # run from a clone, without installing
 
 import pretrain_bert
 import pretrain_gpt
+import pretrain_t5
 from megatron.core.config import flag_of
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_bytes
@@ -253,7 +254,9 @@ class Check:
 
 def case(config: RunConfig) -> equality.Case:
     """Return what workers are to train."""
-    entry = pretrain_bert if config.model.bert.encoder_alone else pretrain_gpt
+    entry = pretrain_t5 if config.model.has_two_stacks else pretrain_gpt
+    if config.model.bert.encoder_alone:
+        entry = pretrain_bert
     program = Program(
         build_model=entry.build_model,
         build_datasets=entry.build_datasets,

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 from megatron.bridge.copies import Copy
 from megatron.bridge.settings import Settings
 from megatron.core.config import as_json, as_words, specs
-from megatron.core.transformer.config import InitConfig, PositionConfig, TransformerConfig
+from megatron.core.transformer.config import InitConfig, TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.mla_config import MLAConfig
 from megatron.core.transformer.offload_config import OffloadConfig
+from megatron.core.transformer.position_config import PositionConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import UserError
 

@@ -12,7 +12,8 @@ from megatron.bridge.copies import Copy, whole
 from megatron.bridge.family import EMBEDDING, FINAL_NORM, HEAD, Family
 from megatron.bridge.settings import Settings
 from megatron.core.sharding import Box
-from megatron.core.transformer.config import PositionConfig, TransformerConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.position_config import PositionConfig
 from megatron.core.utils import divide
 
 # Of Llama 3's rescaling only the factor can be chosen here; these are what all of its models have.

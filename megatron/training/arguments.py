@@ -30,6 +30,7 @@ from megatron.training.flags.command_line import (
 )
 from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
+from megatron.training.model_rules import ENCODER_DECODER, check_program
 from megatron.training.processes.startup_error import print_once
 
 C = TypeVar("C", bound=Config)
@@ -39,6 +40,7 @@ StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
 PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "pretrain_gpt": {"tokenizer_type": "GPT2BPETokenizer"},
     "pretrain_bert": {"tokenizer_type": "BertWordPieceLowerCase", "masked_words": True},
+    ENCODER_DECODER: {"tokenizer_type": "BertWordPieceLowerCase"},
 }
 
 
@@ -154,14 +156,12 @@ def parse(
         origins["world_size"] = "derived"
     reports = _take_stored(values, origins, stored_config or _reader(values))
     no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
-    for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
-        if values.get(name) is None:
-            values[name] = value
-            origins.setdefault(name, "default")
+    is_pair = planner is not None and values.get("decoder_seq_length") is not None
+    _take_defaults(values, origins, ENCODER_DECODER if is_pair else program)
     config, flat, derived = _resolve(RunConfig, values)
     full = _origins(flat, origins, derived)
     if planner is None:
-        _check_program(program, config)
+        check_program(config, program)
     if not plans:
         rules.check_built(config)
     rules.check(config, full)
@@ -234,21 +234,6 @@ def _check_launch(invocation: Invocation, world_size: int) -> None:
             f"--rank ({rank}), but {started}, numbered from 0: ranks come from the launcher's "
             "environment; start the processes with torchrun, srun or mpirun, or set RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
-        )
-
-
-def _check_program(program: str, config: RunConfig) -> None:
-    """Refuse samples of another program's model."""
-    is_encoder = config.data.bert.masked_words
-    if program == "pretrain_gpt" and is_encoder:
-        raise UserError(
-            "--masked-words makes samples for an encoder alone, and pretrain_gpt.py trains a "
-            "decoder; run pretrain_bert.py, or drop it"
-        )
-    if program == "pretrain_bert" and not is_encoder:
-        raise UserError(
-            "masked_words false: pretrain_bert.py trains an encoder alone, which reads no other "
-            "samples; run pretrain_gpt.py, or drop it"
         )
 
 
@@ -428,6 +413,14 @@ def _origins(
     flat: Mapping[str, Any], given: Mapping[str, Origin], derived: set[str]
 ) -> dict[str, Origin]:
     return {name: "derived" if name in derived else given.get(name, "default") for name in flat}
+
+
+def _take_defaults(values: dict[str, Any], origins: dict[str, Origin], program: str) -> None:
+    """Add what an entry point has of its own for what nobody gave."""
+    for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
+        if values.get(name) is None:
+            values[name] = value
+            origins.setdefault(name, "default")
 
 
 def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[str]:

@@ -97,7 +97,7 @@ def build_passes(
             dtype=getattr(torch, config.residual_dtype),
             shares=config.sequence_shares,
             samples=config.training.micro_batch_size,
-            sequence=config.data.seq_length,
+            sequence=config.positions,
         ),
         observe=observe,
     )

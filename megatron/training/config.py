@@ -47,6 +47,16 @@ class RunConfig(Config):
     process: ProcessConfig
 
     @property
+    def positions(self) -> int:
+        """Return the positions of a sample in all of a model's stacks."""
+        return self.data.seq_length + (self.data.t5.decoder_seq_length or 0)
+
+    @property
+    def target_positions(self) -> int:
+        """Return the positions of a sample that have a loss: all, or those of the decoder."""
+        return self.data.t5.decoder_seq_length or self.data.seq_length
+
+    @property
     def data_parallel_size(self) -> int:
         """Return the number of replicas."""
         return self.parallel.data_parallel_size(self.process.world_size)
@@ -87,13 +97,13 @@ class RunConfig(Config):
     def placement(self) -> Placement:
         """Return where the stages of the pipeline live."""
         ranks = self.parallel.pipeline_model_parallel_size
-        return self.pipeline.placement(self.model.num_layers, ranks)
+        return self.pipeline.placement(self.model.all_layers, ranks)
 
     @property
     def stages(self) -> list[Stage]:
         """Return every stage of the pipeline, by position."""
         ranks = self.parallel.pipeline_model_parallel_size
-        return self.pipeline.stages(self.model.num_layers, ranks, self.model.mtp.depths)
+        return self.pipeline.stages(self.model.all_layers, ranks, self.model.mtp.depths)
 
     @property
     def sequence_shares(self) -> int:

@@ -84,14 +84,15 @@ def is_read(config: RunConfig, pp_coordinate: int) -> bool:
     """Return whether a rank of the pipeline reads samples.
 
     It does if it holds an end of the model, or if a sample says more to a layer than its hidden
-    states do; routers of experts ask which tokens count.
+    states do: routers of experts ask which tokens count, an encoder-decoder which are padding.
     """
     ends = {0, config.placement.num_stages - 1}
     if not ends.isdisjoint(config.placement.positions(pp_coordinate)):
         return True
-    data, has_routers = config.data, config.model.moe.num_experts is not None
+    data, model = config.data, config.model
+    says_more = model.moe.num_experts is not None or model.has_two_stacks
     is_packed = data.reset_attention_mask or data.bert.masked_words
-    return data.reset_position_ids or is_packed or has_routers
+    return data.reset_position_ids or is_packed or says_more
 
 
 def epochs(dataset: Dataset | None) -> Callable[[int], Sequence[tuple[str, float]]]:

@@ -291,6 +291,11 @@ def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> 
             "the checkpoint is of an encoder alone (pretrain_bert.py), which says masked words and "
             "writes no text; give one of a decoder"
         )
+    if config.has_two_stacks:
+        raise UserError(
+            "the checkpoint is of an encoder-decoder, which does not generate text yet; give one "
+            "of pretrain_gpt.py"
+        )
     precision: PrecisionConfig = _part(PrecisionConfig, stored)
     tensor = processes.layout.tensor_model_parallel_size
     layout_rules.check_tensor_heads(config, tensor)

@@ -60,6 +60,10 @@ def _idle(config: RunConfig) -> dict[str, str]:
     idle: dict[str, str] = {}
     if config.model.attention.window_size is None:
         idle["window_attn_skip_freq"] = "no --window-size"
+    kind = config.model.position.position_embedding_type
+    if kind != "relative":
+        names = ("relative_attention_num_buckets", "relative_attention_max_distance")
+        idle |= dict.fromkeys(names, f"--position-embedding-type is {kind}")
     idle |= _idle_saving(config) | _idle_fusions(config)
     if not config.model.mtp.depths:
         idle["mtp_loss_scaling_factor"] = "no --mtp-num-layers"

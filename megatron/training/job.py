@@ -34,7 +34,7 @@ from megatron.training.failing.watchdog import Watchdog
 from megatron.training.loop_parts import Built, LoopParts, Surroundings
 from megatron.training.memory_use.out_of_memory import explained
 from megatron.training.memory_use.use import MemoryUse
-from megatron.training.plan import accounting
+from megatron.training.plan import operations
 from megatron.training.processes.rank_zero import from_first
 from megatron.training.program import Program
 from megatron.training.records import log_line, run_status
@@ -136,9 +136,7 @@ class Job:
             optimizer=optimizer,
             run=run,
             loaded=loaded,
-            flops_per_sample=accounting.flops_per_sample(
-                config.model, config.data.seq_length, vocabulary.padded_rows
-            ),
+            flops_per_sample=operations.flops_per_sample(config, vocabulary.padded_rows),
         )
         return self._work(built)
 

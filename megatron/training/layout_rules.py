@@ -144,12 +144,16 @@ def sequence_divides(config: RunConfig, origins: Origins) -> None:
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     check_sequence(config.data.seq_length, parallel.context_parallel_size, tp)
+    length = config.data.t5.decoder_seq_length
+    if length is not None:
+        flag = "--decoder-seq-length"
+        check_sequence(length, parallel.context_parallel_size, tp, flag=flag)
 
 
 def context_can_communicate(config: RunConfig, origins: Origins) -> None:
     """Each layer's way to attend over the sequence's ranks must suit heads and sizes."""
     parallel, context = config.parallel, config.context
-    for kind in dict.fromkeys(context.kinds(config.model.num_layers)):
+    for kind in dict.fromkeys(context.kinds(config.model.all_layers)):
         check_heads(
             kind,
             config.model.attention.num_attention_heads,
@@ -181,6 +185,20 @@ def torch_shards_whole_models(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def stacks_are_held_whole(config: RunConfig, origins: Origins) -> None:
+    """An encoder with a decoder is not cut into stages yet, nor are its sequences."""
+    if not config.model.has_two_stacks:
+        return
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(config.parallel, name)
+        if size > 1:
+            raise UserError(
+                f"{flag(name)} ({size}): an encoder-decoder (--decoder-seq-length) does not have "
+                "this yet; use --tensor-model-parallel-size, and data parallelism with "
+                "--data-parallel-sharding-strategy"
+            )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     world_holds_the_layout,
     instances_share_the_replicas,
@@ -193,6 +211,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     sequence_divides,
     context_can_communicate,
     torch_shards_whole_models,
+    stacks_are_held_whole,
 )
 
 

@@ -5,6 +5,9 @@ from megatron.training.config import RunConfig
 from megatron.training.layout_rules import Origins, Rule
 from megatron.training.wording import nearest_of
 
+ENCODER_DECODER = "pretrain_t5"
+"""The program that trains an encoder with a decoder."""
+
 
 def heads_fill_the_hidden_size(config: RunConfig, origins: Origins) -> None:
     """Unless --kv-channels says otherwise, heads share the hidden size."""
@@ -50,13 +53,17 @@ def _latent_channels_are_pairs(config: RunConfig) -> None:
 
 def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
     """A learned table has a row for each position."""
-    position, seq = config.model.position, config.data.seq_length
+    position, data = config.model.position, config.data
     rows = position.max_position_embeddings
-    if position.position_embedding_type == "learned_absolute" and rows < seq:
-        raise UserError(
-            f"--max-position-embeddings ({rows}) is less than --seq-length ({seq}); raise it to "
-            f"{seq} or shorten the sequence (learned positions end at the table's last row)"
-        )
+    for name, seq in (
+        ("--seq-length", data.seq_length),
+        ("--decoder-seq-length", data.t5.decoder_seq_length or 0),
+    ):
+        if position.position_embedding_type == "learned_absolute" and rows < seq:
+            raise UserError(
+                f"--max-position-embeddings ({rows}) is less than {name} ({seq}); raise it to "
+                f"{seq} or shorten the sequence (learned positions end at the table's last row)"
+            )
 
 
 def experts_are_shared_out_by_us(config: RunConfig, origins: Origins) -> None:
@@ -82,13 +89,12 @@ def experts_are_shared_out_by_us(config: RunConfig, origins: Origins) -> None:
 
 
 def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
-    """A decoder alone is not given what an encoder-decoder reads."""
-    length = config.data.t5.decoder_seq_length
-    if length is not None:
+    """A second stack needs samples that have something for it, an encoder alone masked words."""
+    layers = config.model.stacks.decoder_num_layers
+    if layers is not None and config.data.t5.decoder_seq_length is None:
         raise UserError(
-            f"--decoder-seq-length ({length}) makes samples for an encoder and a decoder, and such "
-            "a model comes in a later version; for a decoder alone give --seq-length and leave it "
-            "out"
+            f"--decoder-num-layers ({layers}) is of an encoder-decoder (pretrain_t5.py), which "
+            "needs --decoder-seq-length; for a decoder alone use --num-layers and --seq-length"
         )
     samples, model = config.data.bert, config.model.bert
     if samples.masked_words != model.encoder_alone:
@@ -101,6 +107,36 @@ def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
         raise UserError(
             "--sentence-order-head says of samples of masked words whether two parts are in order; "
             "leave it out, since it follows from --masked-words and --bert-no-binary-head"
+        )
+
+
+def check_program(config: RunConfig, program: str) -> None:
+    """Refuse samples of another kind of model than a program trains.
+
+    Raises:
+        UserError: samples are for a decoder, an encoder or both, and the model is not.
+    """
+    is_encoder = config.data.bert.masked_words
+    if program == "pretrain_gpt" and is_encoder:
+        raise UserError(
+            "--masked-words makes samples for an encoder alone, and pretrain_gpt.py trains a "
+            "decoder; run pretrain_bert.py, or drop it"
+        )
+    if program == "pretrain_bert" and not is_encoder:
+        raise UserError(
+            "masked_words false: pretrain_bert.py trains an encoder alone, which reads no other "
+            "samples; run pretrain_gpt.py, or drop it"
+        )
+    length = config.data.t5.decoder_seq_length
+    if length is None and program == ENCODER_DECODER:
+        raise UserError(
+            f"{program}.py trains an encoder and a decoder: give --decoder-seq-length, the tokens "
+            "that the decoder reads of a sample, beside --encoder-seq-length"
+        )
+    if length is not None and program != ENCODER_DECODER:
+        raise UserError(
+            f"--decoder-seq-length ({length}) makes samples for an encoder and a decoder, which "
+            f"{ENCODER_DECODER}.py trains; for a decoder alone give --seq-length and leave it out"
         )
 
 

@@ -34,7 +34,7 @@ class Planner:
 
     def __init__(self, config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -> None:
         self._micro, self._replicas = config.training.micro_batch_size, mesh.dp.size
-        self._sizes, self._length = config.batch_sizes, config.data.seq_length
+        self._sizes, self._length = config.batch_sizes, config.target_positions
         self._schedule = schedule or config.learning_schedule
         self._objective = build_objective(config, mesh)
 

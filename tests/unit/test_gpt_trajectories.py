@@ -58,7 +58,7 @@ def config_of(flags: str) -> TransformerConfig:
     for spec in specs(TransformerConfig).values():
         if spec.name in kernels:
             continue
-        by_flag[spec.flag] = (spec, True)
+        by_flag |= {flag: (spec, True) for flag in (spec.flag, *spec.aliases)}
         by_flag |= {flag: (spec, value) for flag, value in spec.constants.items()}
         by_flag |= {spec.negative: (spec, False)} if spec.negative else {}
     values: dict[str, object] = {}

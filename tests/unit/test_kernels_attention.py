@@ -59,7 +59,8 @@ def pair_by_pair(q, k, v, rule: Rule, extras: Extras) -> Tensor:
                 for t in range(T):
                     here, there = b * S + s, b * S + t
                     inside = all((here < edge) == (there < edge) for edge in bounds)
-                    if not inside or not visible(rule, at, t):
+                    counts = extras.valid_BT is None or bool(extras.valid_BT[b, t])
+                    if not (inside and counts and visible(rule, at, t)):
                         continue
                     score = (q[s, b, h] * k[t, b, h // (n // g)]).sum() * rule.scale
                     score = changed(score, rule, extras, (b, h, s, t), abs(t - at))
@@ -115,6 +116,11 @@ EXTRAS = {
     "off_by_one": lambda n: Extras(sink_n=torch.zeros(n, dtype=F64)),
     "alibi": lambda n: Extras(alibi_slopes_n=torch.rand(n, dtype=F64)),
     "bias": lambda n: Extras(bias=torch.randn(n, 7, 7, dtype=F64).requires_grad_()),
+    "padded": lambda n: Extras(valid_BT=torch.arange(7) < torch.tensor([[5], [7]])),
+    "padded_bias": lambda n: Extras(
+        valid_BT=torch.arange(7) != torch.tensor([[0], [3]]),
+        bias=torch.randn(1, n, 7, 7, dtype=F64).requires_grad_(),
+    ),
 }
 
 
@@ -122,7 +128,7 @@ EXTRAS = {
     ("backend", "extras"),
     [
         *((backend, extras) for backend in BACKENDS for extras in EXTRAS),
-        *((attention_unfused, extras) for extras in ("plain", "packed", "alibi", "bias")),
+        *((attention_unfused, extras) for extras in EXTRAS if extras not in ("sink", "off_by_one")),
     ],
 )
 @pytest.mark.parametrize("rule", RULES)
@@ -151,6 +157,8 @@ def test_everything_at_once(backend):
 @pytest.mark.parametrize("backend", WITHOUT_SINK)
 def test_keys_of_another_sequence(backend):
     check(backend, *tensors(S=4, T=9), Rule(scale=0.5, causal=False))
+    valid_BT = torch.arange(9) < torch.tensor([[9], [2]])
+    check(backend, *tensors(S=4, T=9), Rule(scale=0.5, causal=False), Extras(valid_BT=valid_BT))
 
 
 @pytest.mark.parametrize("backend", WITHOUT_SINK)

@@ -131,6 +131,7 @@ def test_gated_activation_reads_gate_then_up(name, bias, clamp, offset):
 
 def test_every_config_name_is_there():
     names = {"gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "quick_geglu"}
+    names |= {"relu", "geglu_tanh"}
     assert names <= set(activation.REFERENCES)
 
 

@@ -9,7 +9,7 @@ KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Values of --cp-comm-type: how a layer's queries meet the keys of other ranks."""
 
 
-def check_sequence(sequence: int, cp: int, tp: int = 1) -> None:
+def check_sequence(sequence: int, cp: int, tp: int = 1, *, flag: str = "--seq-length") -> None:
     """Check that a sequence can be cut over context- and then tensor-parallel ranks.
 
     ``tp`` is 1 unless the tensor-parallel ranks share the sequence too.
@@ -29,7 +29,7 @@ def check_sequence(sequence: int, cp: int, tp: int = 1) -> None:
             "--sequence-parallel"
         )
     raise UserError(
-        f"--seq-length ({sequence}) is not divisible by {unit}, which follows from "
+        f"{flag} ({sequence}) is not divisible by {unit}, which follows from "
         f"{' and '.join(parts)}; try {choices}"
     )
 

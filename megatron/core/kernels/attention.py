@@ -6,9 +6,10 @@ For head i of query group i // (n / g):
     out[i]      = sum_j softmax(score)[i, j] * v_j
 
 Key j is visible to query i when it stands at or before it (causal), inside the window
-(i - left <= j <= i + right), and in the same document. A sink is one more logit per head that
-takes part in the softmax and is then dropped (0 gives the off-by-one softmax). A query that sees
-no key gets zeros: the masked score is -inf, where Megatron-LM has -10000 and a uniform row.
+(i - left <= j <= i + right), in the same document, and is valid: no padding. A sink is one more
+logit per head that takes part in the softmax and is then dropped (0 gives the off-by-one softmax).
+A query that sees no key gets zeros: the masked score is -inf, where Megatron-LM has -10000 and a
+uniform row.
 
 Layouts: the queries of a whole sample (T == S, query i at position i), keys of another sequence
 (T != S, not causal), or cached decoding: queries stand at ``query_positions_BS`` and key j at j.
@@ -91,6 +92,8 @@ class Extras:
     alibi_slopes_n: Tensor | None = None
     bias: Tensor | None = None
     """Added to the scores; broadcasts to [B, n, S, T]."""
+    valid_BT: Tensor | None = None
+    """Keys that any query may see, bool; None for all. The others are padding."""
     dropout_p: float = 0.0
     dropout_scope: AbstractContextManager[None] | None = None
     """Entered around the dropout, so that torch's default generator is seeded in it."""
@@ -120,7 +123,7 @@ def attention_reference(
         scores_BnST = scores_BnST - slopes_n11 * distance_B1ST.abs()
     if extras.bias is not None:
         scores_BnST = scores_BnST + extras.bias
-    visible_B1ST = visible_keys(distance_B1ST, rule, extras.packing, B)
+    visible_B1ST = visible_keys(distance_B1ST, rule, extras, B)
     probs_BnST = softmax(scores_BnST, visible_B1ST, extras.sink_n)
     if extras.dropout_p > 0:
         with extras.dropout_scope or nullcontext():
@@ -136,9 +139,7 @@ def key_distance(S: int, T: int, query_positions_BS: Tensor | None, device: torc
     return (keys_T - query_positions_BS[..., None])[:, None]
 
 
-def visible_keys(
-    distance_B1ST: Tensor, rule: Rule, packing: Packing | None, batch: int
-) -> Tensor | None:
+def visible_keys(distance_B1ST: Tensor, rule: Rule, extras: Extras, batch: int) -> Tensor | None:
     """Return which keys count, as visible_B1ST with B = 1 where samples agree; None when all do."""
     parts = []
     if rule.causal:
@@ -148,9 +149,12 @@ def visible_keys(
         parts.append(distance_B1ST >= -left)
     if right >= 0 and not (rule.causal and right == 0):
         parts.append(distance_B1ST <= right)
-    if packing is not None:
-        ids_BS = packing.document_ids(batch, distance_B1ST.shape[-1])
+    if extras.packing is not None:
+        ids_BS = extras.packing.document_ids(batch, distance_B1ST.shape[-1])
         parts.append((ids_BS[:, :, None] == ids_BS[:, None, :])[:, None])
+    if extras.valid_BT is not None:
+        valid_B11T = extras.valid_BT[:, None, None]
+        parts.append(valid_B11T.expand(-1, 1, distance_B1ST.shape[-2], -1))
     visible_B1ST = None
     for part in parts:
         visible_B1ST = part if visible_B1ST is None else visible_B1ST & part

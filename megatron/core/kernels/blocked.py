@@ -75,6 +75,8 @@ def attention_blocked(
         k_TBgD, v_TBgE = k_TBgD[:high], v_TBgE[:high]
         if extras.bias is not None:
             extras = replace(extras, bias=extras.bias[..., :high])
+        if extras.valid_BT is not None:
+            extras = replace(extras, valid_BT=extras.valid_BT[:, :high])
     out: Tensor = _Blocked.apply(q_SBnD, k_TBgD, v_TBgE, extras.sink_n, extras.bias, rule, extras)
     return out
 
@@ -260,13 +262,18 @@ class _Work:
             view.flatten(1, 2).add_(self.bias(tile, self.extras.bias))
         for columns, mask in tile.hidden:
             view[..., columns].masked_fill_(mask, -torch.inf)
+        if self.extras.valid_BT is not None:
+            valid_bw = self.extras.valid_BT[tile.samples, tile.keys]
+            view.masked_fill_(~valid_bw[:, None, None, None], -torch.inf)
         return z, slope
 
     def probabilities(self, tile: Tile) -> Tensor:
         """Return the softmax of a tile's scores; a row that sees nothing is zero."""
         z, _ = self.scores(tile)
         sink = self.extras.sink_n
-        if sink is None and self.extras.bias is None and self.extras.query_positions_BS is None:
+        extras = self.extras
+        may_see_none = (extras.bias, extras.query_positions_BS, extras.valid_BT)
+        if sink is None and all(one is None for one in may_see_none):
             # In place, as in backward: both read a row before they write it, and a buffer less is
             # a third of the time of the step between the products.
             return torch.softmax(z, -1, out=z if z.is_cpu else None)

@@ -30,11 +30,12 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 def attention_flash(
     q_SBnD: Tensor, k_TBgD: Tensor, v_TBgD: Tensor, rule: Rule, extras: Extras = NONE
 ) -> Tensor:
-    """Return what `attention_reference` returns, without a sink and without a bias.
+    """Return what `attention_reference` returns, without sink, bias and padding.
 
     Cached decoding, whose queries stand anywhere among the keys, is left to `attention_sdpa`.
     """
-    assert extras.sink_n is None and extras.bias is None, "another backend is chosen for these"
+    lacking = (extras.sink_n, extras.bias, extras.valid_BT)
+    assert all(one is None for one in lacking), "another backend is chosen for these"
     if extras.query_positions_BS is not None:
         return attention_sdpa(q_SBnD, k_TBgD, v_TBgD, rule, extras)
     package = importlib.import_module("flash_attn")

@@ -42,7 +42,8 @@ def attention_unfused(
     k_BnTD = k_TBgD.permute(1, 2, 0, 3).repeat_interleave(n // g, 1)
     v_BnTE = v_TBgE.permute(1, 2, 0, 3).repeat_interleave(n // g, 1)
     scores_BnST = matmul(q_BnSD, k_BnTD.transpose(-1, -2))
-    plain = extras.packing is None and extras.query_positions_BS is None and rule.window is None
+    hides = (extras.packing, extras.query_positions_BS, extras.valid_BT)
+    plain = rule.window is None and all(one is None for one in hides)
     adds = extras.alibi_slopes_n is not None or extras.bias is not None
     if rule.softcap is not None or adds:
         scores_BnST = scores_BnST.to(accumulate_dtype(scores_BnST.dtype))
@@ -60,7 +61,7 @@ def attention_unfused(
     visible_B1ST = None
     if not plain:
         assert distance_B1ST is not None
-        visible_B1ST = visible_keys(distance_B1ST, rule, extras.packing, B)
+        visible_B1ST = visible_keys(distance_B1ST, rule, extras, B)
     probs_BnST = softmax(scores_BnST.contiguous(), visible_B1ST, rule.causal and plain, 1.0)
     probs_BnST = probs_BnST.to(v_TBgE.dtype)
     if extras.dropout_p > 0:

@@ -35,6 +35,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.plan import layer_plan
 from megatron.core.transformer.position import rotary_tables
 from megatron.core.transformer.saving import Saving
 
@@ -90,7 +91,9 @@ class GPTModel(nn.Module):
         if self.stage.is_first or self.stage.num_mtp_layers:
             copied = ends_apart and (tied or depths > 0)
             self.embedding = LanguageEmbedding(rows, around, tied=copied)
-        self.decoder = TransformerBlock(self.stage.layers, self.stage.is_last, around)
+        layers = self.stage.layers
+        plans = layer_plan(config)[layers.start : layers.stop]
+        self.decoder = TransformerBlock(plans, self.stage.is_last, around)
         self.output_layer: LanguageHead | None = None
         if self.stage.is_last:
             here = self.embedding is not None or not ends_apart

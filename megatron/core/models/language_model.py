@@ -76,7 +76,9 @@ class LanguageEmbedding(nn.Module):
         position_ids_BS: Tensor | None,
         dropout: DropoutKey | None,
         token_types_BS: Tensor | None = None,
+        place: str = "embedding",
     ) -> Tensor:
+        """Return x_SBH; ``place`` tells dropout masks apart where a model embeds twice."""
         x_SBH: Tensor = self.word_embeddings(tokens_BS)
         if self.position_embeddings is not None:
             positions = self.position_embeddings(tokens_BS.shape[1], position_ids_BS)
@@ -94,7 +96,7 @@ class LanguageEmbedding(nn.Module):
         x_SBH = x_SBH.to(self.dtype)
         if self.dropout and dropout is not None:
             split = (self.axis.coordinate,) if self.sequence_parallel else ()
-            x_SBH = masks.dropout(x_SBH, self.dropout, dropout.at("embedding", *split))
+            x_SBH = masks.dropout(x_SBH, self.dropout, dropout.at(place, *split))
         return x_SBH
 
 

@@ -14,6 +14,7 @@ rank, D channels of a head, E of a value head.
 import math
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,11 @@ class Attention(nn.Module):
     ``scale`` multiplies the products of queries and keys.
     """
 
+    causal: ClassVar[bool] = True
+    """A query sees no key after it."""
+    place: ClassVar[str] = "attention"
+    """Tells its dropout apart from that of its layer's others."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -65,7 +71,7 @@ class Attention(nn.Module):
         self.attend = context_attention(context_kind, axes, backends.attention)
         self.rule = Rule(
             scale=scale,
-            causal=not config.bert.encoder_alone,
+            causal=self.causal and not config.bert.encoder_alone,
             window=attention.layer_window(layer),
             softcap=attention.attention_softcap,
         )
@@ -101,10 +107,10 @@ class Attention(nn.Module):
         """Return what each query makes of the values it sees, ``[S, B, n * E]``.
 
         All three have one dtype, which is the result's. What a query sees is made here and never
-        given as a matrix: the keys not after it, within the layer's window, and of its own document
-        where the context has a packing, whose bounds are int32 ``[documents + 1]``, over the
-        flattened tokens of whole samples. With a cache the queries stand where
-        ``context.query_positions_BS``, int64, says.
+        given as a matrix: the keys not after it in a causal layer, within the layer's window, no
+        padding, and of its own document where the context has a packing, whose bounds are int32
+        ``[documents + 1]``, over the flattened tokens of whole samples. With a cache the queries
+        stand where ``context.query_positions_BS``, int64, says.
         """
         k_TBgD, v_TBgE = k_SBgD, v_SBgE
         if context.cache is not None:
@@ -116,20 +122,24 @@ class Attention(nn.Module):
         extras = self.extras
         if self.softmax_offset is not None:
             extras = replace(extras, sink_n=self.softmax_offset)
-        if context.packing is not None or context.query_positions_BS is not None:
-            extras = replace(
-                extras, packing=context.packing, query_positions_BS=context.query_positions_BS
-            )
+        seen = {
+            "packing": context.packing,
+            "query_positions_BS": context.query_positions_BS,
+            "valid_BT": context.valid_BT,
+            "bias": context.bias_1nST,
+        }
+        if any(value is not None for value in seen.values()):
+            extras = replace(extras, **seen)  # type: ignore[arg-type]
         if self.dropout and context.dropout is not None:
             # Every rank drops its own heads.
-            seed = context.dropout.at(f"layers.{self.layer}.attention", self.mesh.tp.coordinate)
+            seed = context.dropout.at(f"layers.{self.layer}.{self.place}", self.mesh.tp.coordinate)
             scope = rng.seeded(seed, self.mesh.device)
             extras = replace(extras, dropout_p=self.dropout, dropout_scope=scope)
         return extras
 
 
 class SelfAttention(Attention):
-    """Multi-head or grouped-query attention of one layer."""
+    """Multi-head or grouped-query attention of one layer; a token sees those before it."""
 
     def __init__(
         self,
@@ -144,11 +154,15 @@ class SelfAttention(Attention):
         context_kind: str = "p2p",
     ) -> None:
         attention = config.attention
-        scale = attention.softmax_scale
-        if scale is None:
-            scale = 1.0 / math.sqrt(attention.kv_channels)
         super().__init__(
-            config, layer, mesh, dtype, backends, saving, scale=scale, context_kind=context_kind
+            config,
+            layer,
+            mesh,
+            dtype,
+            backends,
+            saving,
+            scale=softmax_scale(config),
+            context_kind=context_kind,
         )
         self.head_size = attention.kv_channels
         self.groups = divide(attention.num_query_groups * mesh.kv_replica.size, mesh.tp.size)
@@ -222,6 +236,12 @@ class SelfAttention(Attention):
         return self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD), v_SBgD
 
 
+class BidirectionalAttention(SelfAttention):
+    """Attention of an encoder's layer: a token sees those before and after it."""
+
+    causal = False
+
+
 class _L2Norm(nn.Module):
     """Divide the last dim by its root mean square."""
 
@@ -231,6 +251,12 @@ class _L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, None, self.epsilon)
+
+
+def softmax_scale(config: TransformerConfig) -> float:
+    """Return the factor on products of queries and keys."""
+    given = config.attention.softmax_scale
+    return 1.0 / math.sqrt(config.attention.kv_channels) if given is None else given
 
 
 def qkv_record(config: TransformerConfig, mesh: Mesh) -> Sharding:

@@ -133,6 +133,8 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
         kind = config.attention.softmax_type
         reason = f"it has no extra logit (--softmax-type {kind})"
         unfit["attention"] = {"flash_attn": reason, "triton_softmax": reason}
+    if config.has_two_stacks:
+        unfit["attention"]["flash_attn"] = "it does not know which keys are padding"
     if config.mla.multi_latent_attention and config.mla.v_head_dim != config.mla.query_size:
         unfit["attention"]["flash_attn"] = (
             f"its values have as many channels as its keys, not --v-head-dim "

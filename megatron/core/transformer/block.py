@@ -1,30 +1,33 @@
-"""The stack of layers that one pipeline stage owns.
+"""The layers of a stack that one pipeline stage owns.
 
-Layers are registered under their number in the whole model, so that a parameter's path is its
+Layers are registered under their place in the whole stack, so that a parameter's path is its
 logical name on every layout.
 
 Shapes: S positions of this rank, B batch, H hidden size.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.layer import Surroundings, TransformerLayer, build_norm
-from megatron.core.transformer.plan import layer_plan
+from megatron.core.transformer.plan import LayerPlan
 
 
 class TransformerBlock(nn.Module):
-    """The layers numbered ``layers`` and, on the last stage, the final norm."""
+    """The given layers and, at the end of a stack, the final norm."""
 
-    def __init__(self, layers: range, has_final_norm: bool, around: Surroundings) -> None:
+    def __init__(
+        self, plans: Sequence[LayerPlan], has_final_norm: bool, around: Surroundings
+    ) -> None:
         super().__init__()
-        plan = layer_plan(around.config)
-        self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(plan[number], around) for number in layers}
+        self.names = {plan.number: plan.name for plan in plans}
+        self.layers = nn.ModuleDict({plan.name: TransformerLayer(plan, around) for plan in plans})
+        self.units = around.saving.units(
+            {number: self.layers[name] for number, name in self.names.items()}
         )
-        self.units = around.saving.units({number: self.layers[str(number)] for number in layers})
         self.final_layernorm = build_norm(around) if has_final_norm else None
 
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
@@ -34,5 +37,5 @@ class TransformerBlock(nn.Module):
 
     def _through(self, numbers: tuple[int, ...], context: Context, x_SBH: Tensor) -> Tensor:
         for number in numbers:
-            x_SBH = self.layers[str(number)](x_SBH, context)
+            x_SBH = self.layers[self.names[number]](x_SBH, context)
         return x_SBH

@@ -20,7 +20,9 @@ from megatron.core.transformer.moe.config import MoEConfig
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.mtp_config import MTPConfig
 from megatron.core.transformer.offload_config import OffloadConfig, check_offload
+from megatron.core.transformer.position_config import PositionConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
+from megatron.core.transformer.stacks_config import StacksConfig
 from megatron.core.utils import UserError, divisors
 
 WIDEST = 2**31 - 1
@@ -37,100 +39,6 @@ def parse_window(text: str) -> tuple[int, int] | None:
     except ValueError:
         raise UserError(f"--window-size is LEFT,RIGHT such as 128,0; not {text!r}") from None
     return left, right
-
-
-class PositionConfig(Config):
-    """How a token's position reaches the model."""
-
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "none"] = option(
-        "learned_absolute"
-    )
-    """Learned vectors, rotary (plain or YaRN-scaled), linear attention biases, or nothing."""
-
-    max_position_embeddings: int = option(derived="--seq-length")
-    """Longest position: rows of the learned table, and what rotary scaling starts from."""
-
-    rotary_base: int = option(10000)
-    """Base of the rotary frequencies."""
-
-    rotary_percent: float = option(1.0)
-    """Share of each head's channels that rotate; the leading ones."""
-
-    rotary_interleaved: bool = option(False)
-    """Pair even and odd channels instead of the two halves."""
-
-    rotary_seq_len_interpolation_factor: int | None = option(None)
-    """Divide positions by this factor."""
-
-    use_rope_scaling: bool = option(False)
-    """Rescale frequencies as Llama 3.x does."""
-
-    rope_scaling_factor: float = option(8.0)
-    """Factor of that rescaling."""
-
-    yarn_rotary_scaling_factor: float = option(1.0)
-    """How many times the context is extended by YaRN."""
-
-    yarn_original_max_position_embeddings: int = option(derived="--max-position-embeddings")
-    """Context before YaRN's extension."""
-
-    yarn_beta_fast: float = option(32.0)
-    """Rotations per context above which a frequency is left alone."""
-
-    yarn_beta_slow: float = option(1.0)
-    """Rotations per context below which a frequency is interpolated."""
-
-    yarn_mscale: float = option(1.0)
-    """Strength of YaRN's attention temperature."""
-
-    yarn_mscale_all_dim: float = option(0.0)
-    """Second term of that temperature."""
-
-    yarn_correction_range_round_to_int: bool = option(True)
-    """Round the ends of YaRN's ramp to whole channels."""
-
-    no_rope_freq: int | tuple[int, ...] | None = option(None, parse=parse_pattern)
-    """Layers without rotary positions: every N-th, or a pattern with 1 for such a layer."""
-
-    @classmethod
-    def derive(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let positions reach as far as the sequence."""
-        longest = values.get("max_position_embeddings") or values.get("seq_length")
-        return {
-            "max_position_embeddings": longest,
-            "yarn_original_max_position_embeddings": longest,
-        }
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.rotary_percent <= 1.0:
-            raise UserError(f"--rotary-percent ({self.rotary_percent}) must lie in (0, 1]")
-        check_above(self, 0, "rope_scaling_factor", "yarn_beta_fast", "yarn_beta_slow")
-        check_at_least(self, 1, "rotary_seq_len_interpolation_factor", "yarn_rotary_scaling_factor")
-        check_at_least(self, 1, "max_position_embeddings", "yarn_original_max_position_embeddings")
-        if self.position_embedding_type == "yarn" and not self.yarn_beta_fast > self.yarn_beta_slow:
-            raise UserError(
-                f"--yarn-beta-fast ({self.yarn_beta_fast}) must be above --yarn-beta-slow "
-                f"({self.yarn_beta_slow})"
-            )
-        # YaRN divides by the logarithm of the base.
-        check_above(self, 1 if self.position_embedding_type == "yarn" else 0, "rotary_base")
-
-    @property
-    def is_rotary(self) -> bool:
-        """Queries and keys are rotated."""
-        return self.position_embedding_type in ("rope", "yarn")
-
-    def rotated_channels(self, head_size: int) -> int:
-        """Return how many channels of a head rotate."""
-        return int(head_size * self.rotary_percent)
-
-    def layer_rotates(self, layer: int) -> bool:
-        """Return whether layer ``layer`` (from 0) rotates its queries and keys."""
-        if self.no_rope_freq is None or not self.is_rotary:
-            return self.is_rotary
-        if isinstance(self.no_rope_freq, int):
-            return (layer + 1) % self.no_rope_freq != 0
-        return self.no_rope_freq[layer] == 0
 
 
 class NormConfig(Config):
@@ -163,8 +71,14 @@ class MLPConfig(Config):
     geglu: bool = option(False)
     """Gate the inner layer with GELU."""
 
+    geglu_tanh: bool = option(False)
+    """Gate the inner layer with the tanh approximation of GELU, as T5 1.1 does."""
+
     quick_geglu: bool = option(False)
     """Gate the inner layer with the sigmoid approximation of GELU."""
+
+    relu: bool = option(False)
+    """Use max(x, 0), as T5 1.0 does."""
 
     squared_relu: bool = option(False)
     """Square a ReLU (So et al., 2021)."""
@@ -190,7 +104,9 @@ class MLPConfig(Config):
         named = {
             "--swiglu": self.swiglu,
             "--geglu": self.geglu,
+            "--geglu-tanh": self.geglu_tanh,
             "--quick-geglu": self.quick_geglu,
+            "--relu": self.relu,
             "--squared-relu": self.squared_relu,
             "--openai-gelu": self.openai_gelu,
         }
@@ -201,20 +117,15 @@ class MLPConfig(Config):
     @property
     def activation(self) -> str:
         """Return the name of the activation in `megatron.core.kernels`."""
-        if self.swiglu:
-            return "swiglu"
-        if self.geglu:
-            return "geglu"
-        if self.quick_geglu:
-            return "quick_geglu"
-        if self.squared_relu:
-            return "squared_relu"
+        for name in ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu", "squared_relu"):
+            if getattr(self, name):
+                return name
         return "gelu_tanh" if self.openai_gelu or self.bias_gelu_fusion else "gelu"
 
     @property
     def is_gated(self) -> bool:
         """The first matrix makes a gate and a value."""
-        return self.swiglu or self.geglu or self.quick_geglu
+        return self.swiglu or self.geglu or self.geglu_tanh or self.quick_geglu
 
 
 class AttentionConfig(Config):
@@ -335,8 +246,8 @@ class InitConfig(Config):
 class TransformerConfig(Config):
     """A stack of layers, what goes in and what comes out."""
 
-    num_layers: int = option()
-    """Transformer layers."""
+    num_layers: int = option(aliases=("--encoder-num-layers",))
+    """Transformer layers; of an encoder-decoder, the encoder's."""
 
     hidden_size: int = option()
     """Width of the residual stream."""
@@ -349,6 +260,7 @@ class TransformerConfig(Config):
     router: RouterConfig
     norm: NormConfig
     position: PositionConfig
+    stacks: StacksConfig
     init: InitConfig
     recompute: RecomputeConfig
     offload: OffloadConfig
@@ -422,7 +334,49 @@ class TransformerConfig(Config):
                 "--recompute-modules mla_up_proj is for --multi-latent-attention; drop it"
             )
         self._check_experts()
+        self._check_stacks()
         check_offload(self.offload, self.recompute, self.num_layers)
+
+    @property
+    def all_layers(self) -> int:
+        """Return the number of layers of all stacks."""
+        return self.num_layers + (self.stacks.decoder_num_layers or 0)
+
+    @property
+    def has_two_stacks(self) -> bool:
+        """Return whether this is an encoder with a decoder."""
+        return self.stacks.decoder_num_layers is not None
+
+    def _check_stacks(self) -> None:
+        """Refuse what an encoder-decoder has not."""
+        if not self.has_two_stacks:
+            if self.position.position_embedding_type == "relative":
+                raise UserError(
+                    "--position-embedding-type relative is for an encoder-decoder "
+                    "(--decoder-seq-length); give rope or alibi, or another"
+                )
+            return
+        attention = self.attention
+        excluded = {
+            "--group-query-attention": attention.group_query_attention,
+            "--window-size": attention.window_size is not None,
+            "--softmax-type": attention.softmax_type != "vanilla",
+            "--attention-softcap": attention.attention_softcap is not None,
+            "--qk-layernorm": attention.qk_layernorm,
+            "--qk-l2-norm": attention.qk_l2_norm,
+            "--position-embedding-type alibi": self.position.position_embedding_type == "alibi",
+            "--no-rope-freq": self.position.no_rope_freq is not None,
+            "--multi-latent-attention": self.mla.multi_latent_attention,
+            "--mtp-num-layers": self.mtp.depths > 0,
+            "--num-experts": self.moe.num_experts is not None,
+            "--cpu-offloading-num-layers or --offload-modules": self.offload.is_on,
+        }
+        found = [flag for flag, given in excluded.items() if given]
+        if found:
+            raise UserError(
+                f"{' and '.join(found)}: an encoder-decoder (--decoder-seq-length) does not have "
+                "this yet; leave it out"
+            )
 
     def _check_experts(self) -> None:
         self.moe.check_layers(self.num_layers)

@@ -48,3 +48,20 @@ class Context:
     context-parallel rank holds; None for all."""
     tokens_SB: Tensor | None = None
     """Token ids, int64, of the same positions: routers of the first layers may go by them."""
+    valid_BT: Tensor | None = None
+    """Positions of whole samples that self-attention may look at, bool, also on a rank that holds
+    a part of them; None for all. The others are padding."""
+    bias_1nST: Tensor | None = None
+    """What self-attention adds to its scores, of this rank's heads and queries, and all keys."""
+    encoded: "Encoded | None" = None
+    """What cross-attention looks at."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An encoder's output, as a decoder sees it."""
+
+    x_TBH: Tensor
+    """Of the positions that this rank holds."""
+    valid_BT: Tensor | None = None
+    """Those of whole samples that are no padding, as `Context.valid_BT`."""

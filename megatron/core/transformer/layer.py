@@ -3,6 +3,7 @@
 Shapes: S sequence, B batch, H hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import BidirectionalAttention, SelfAttention
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
+from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.layer import MoELayer
@@ -49,11 +51,18 @@ class Surroundings:
         return ("tp",) if self.sequence_parallel else ()
 
 
+ATTENTIONS: dict[BlockKind, Callable[..., nn.Module]] = {
+    "self_attention": SelfAttention,
+    "bidirectional_attention": BidirectionalAttention,
+    "multi_latent_attention": MultiLatentAttention,
+    "cross_attention": CrossAttention,
+}
+
+
 def build_block(kind: BlockKind, layer: int, around: Surroundings) -> nn.Module:
     """Return one token mixer or channel block."""
-    if kind in ("self_attention", "multi_latent_attention"):
-        attention = SelfAttention if kind == "self_attention" else MultiLatentAttention
-        return attention(
+    if kind not in ("mlp", "moe"):
+        return ATTENTIONS[kind](
             around.config,
             layer,
             around.mesh,

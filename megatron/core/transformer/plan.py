@@ -9,7 +9,15 @@ from typing import Literal
 
 from megatron.core.transformer.config import TransformerConfig
 
-BlockKind = Literal["self_attention", "multi_latent_attention", "mlp", "moe"]
+BlockKind = Literal[
+    "self_attention",
+    "bidirectional_attention",
+    "multi_latent_attention",
+    "cross_attention",
+    "mlp",
+    "moe",
+]
+"""Self-attention looks back, or both ways; cross-attention looks at what an encoder gave."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +36,52 @@ class LayerPlan:
     number: int
     """Position in the whole model, from 0."""
     sublayers: tuple[SublayerPlan, ...]
+    place: int = -1
+    """Position in its stack, by which its parameters are named; that in the model if negative."""
+
+    @property
+    def name(self) -> str:
+        """Return its name in its stack."""
+        return str(self.number if self.place < 0 else self.place)
+
+
+_BEFORE = "input_layernorm", "self_attention"
+_MLP = SublayerPlan("mlp", "pre_mlp_layernorm", "mlp")
+ENCODER_LAYER = (SublayerPlan("bidirectional_attention", *_BEFORE), _MLP)
+DECODER_LAYER = (
+    SublayerPlan("self_attention", *_BEFORE),
+    SublayerPlan("cross_attention", "pre_cross_attn_layernorm", "cross_attention"),
+    _MLP,
+)
+"""Of a decoder that has an encoder."""
 
 
 @lru_cache(maxsize=8)
 def layer_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
-    """Return the whole stack, first layer first."""
+    """Return all layers, first one first: an encoder's, then its decoder's, or the one stack's."""
+    if config.has_two_stacks:
+        return (*encoder_plan(config), *decoder_plan(config))
     latent = config.mla.multi_latent_attention
     mixer: BlockKind = "multi_latent_attention" if latent else "self_attention"
-    attention = SublayerPlan(mixer, "input_layernorm", "self_attention")
-    dense = (attention, SublayerPlan("mlp", "pre_mlp_layernorm", "mlp"))
+    attention = SublayerPlan(mixer, *_BEFORE)
+    dense = (attention, _MLP)
     experts = (attention, SublayerPlan("moe", "pre_mlp_layernorm", "mlp"))
     return tuple(
         LayerPlan(number, experts if config.moe.layer_has_experts(number) else dense)
         for number in range(config.num_layers)
+    )
+
+
+def encoder_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
+    """Return the layers of an encoder, whose tokens see one another both ways."""
+    return tuple(LayerPlan(number, ENCODER_LAYER) for number in range(config.num_layers))
+
+
+def decoder_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
+    """Return the layers of a decoder with an encoder, which come after that's."""
+    return tuple(
+        LayerPlan(number, DECODER_LAYER, number - config.num_layers)
+        for number in range(config.num_layers, config.all_layers)
     )
 
 

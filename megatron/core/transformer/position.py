@@ -16,8 +16,9 @@ from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.embedding import position_record
 from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.transformer.config import PositionConfig, TransformerConfig
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.position_config import PositionConfig
 from megatron.core.utils import UserError
 
 

@@ -45,6 +45,11 @@ def _convert(config: CheckpointConfig, say: Say, goes_on: Callable[[], None]) ->
     if target.exists() and os.path.samefile(target, found.folder):
         raise UserError(f"--ckpt-convert-save would replace {target}, which is to be converted")
     with Checkpoint(found.folder, found.index) as checkpoint:
+        if (checkpoint.facts.get("config") or {}).get("decoder_num_layers") is not None:
+            raise UserError(
+                f"{found.folder} is of an encoder-decoder, of which {config.ckpt_convert_format} "
+                "is not written yet; leave out --ckpt-convert-format"
+            )
         stored = sum(checkpoint.files.values())
         if config.verify_integrity:
             with Bar(stored, "checked", goes_on) as bar:

@@ -61,7 +61,7 @@ class ParameterShape:
     @property
     def traits(self) -> Traits:
         """Return what the parameter's record says of it to optimizer groups."""
-        is_end = self.kind in ("word embedding", "output head")
+        is_end = self.kind in ("word embedding", "output head") and len(self.shape) > 1
         return Traits(
             # A tied head is named after the embedding.
             name=TOKEN_VECTORS if self.kind == "output head" and self.tied else self.name,
@@ -115,15 +115,15 @@ def stage_parameters(
             types = (model.bert.token_types, hidden)
             name = "embedding.token_type_embeddings.weight"
             yield ParameterShape(name, types, "token types", parted, vectors=True)
-    plan, around = layer_plan(model), _Ranks(tp, parted, *expert_ways)
-    for number in stage.layers:
-        yield from _layer(model, f"decoder.layers.{number}", plan[number], around)
+    around = _Ranks(tp, parted, *expert_ways)
+    yield from _stacks(model, stage, around)
     if stage.is_last:
-        yield from _norm(model, "decoder.final_layernorm", hidden, parted)
         if untied or (tied and not ahead):
             yield ParameterShape("output_layer.weight", vocabulary, "output head", tied=tied)
         if model.bert.encoder_alone:
             yield from _words_head(model, vocabulary[0], parted)
+        if model.has_two_stacks and model.add_bias_linear:
+            yield ParameterShape("output_layer.bias", vocabulary[:1], "output head")
     for depth in range(stage.num_mtp_layers):
         yield from _mtp_layer(model, depth, around)
 
@@ -156,6 +156,24 @@ class _Ranks(NamedTuple):
     etp: int
 
 
+def _stacks(model: TransformerConfig, stage: Stage, ranks: _Ranks) -> Iterator[ParameterShape]:
+    """Yield the parameters of a stage's layers, and of the norms at the ends of their stacks."""
+    first, plan = model.num_layers if model.has_two_stacks else 0, layer_plan(model)
+    heads = model.attention.num_attention_heads // ranks.tp
+    table = (model.position.relative_attention_num_buckets, heads)
+    for stack, layers, is_end in (
+        ("encoder", [n for n in stage.layers if n < first], first - 1 in stage.layers),
+        ("decoder", [n for n in stage.layers if n >= first], stage.is_last),
+    ):
+        if layers and model.position.position_embedding_type == "relative":
+            name = f"{stack}_relative_pos_emb.weight"
+            yield ParameterShape(name, table, "position embedding")
+        for number in layers:
+            yield from _layer(model, f"{stack}.layers.{plan[number].name}", plan[number], ranks)
+        if is_end:
+            yield from _norm(model, f"{stack}.final_layernorm", model.hidden_size, ranks.parted)
+
+
 def _layer(
     model: TransformerConfig, name: str, plan: LayerPlan, ranks: _Ranks
 ) -> Iterator[ParameterShape]:
@@ -169,6 +187,8 @@ def _layer(
             yield from _experts(model, block, plan.number, ranks)
         elif sublayer.kind == "multi_latent_attention":
             yield from _latent_attention(model, block, tp, parted)
+        elif sublayer.kind == "cross_attention":
+            yield from _cross_attention(model, block, tp, parted)
         else:
             yield from _attention(model, block, tp, parted)
 
@@ -215,6 +235,20 @@ def _attention(
             # Each rank normalises heads of its own.
             gain, *shift = _norm(model, f"{name}.{which}", size, ("tp",), kind)
             yield from (replace(gain, qk_norm=True), *shift)
+
+
+def _cross_attention(
+    model: TransformerConfig, name: str, tp: int, parted: tuple[str, ...]
+) -> Iterator[ParameterShape]:
+    attention, hidden, kind = model.attention, model.hidden_size, "cross-attention"
+    width = attention.num_attention_heads * attention.kv_channels // tp
+    for matrix, rows in (("linear_q", width), ("linear_kv", 2 * width)):
+        yield ParameterShape(f"{name}.{matrix}.weight", (rows, hidden), kind)
+        if model.add_bias_linear or attention.add_qkv_bias:
+            yield ParameterShape(f"{name}.{matrix}.bias", (rows,), kind)
+    yield ParameterShape(f"{name}.linear_proj.weight", (hidden, width), kind)
+    if model.add_bias_linear:
+        yield ParameterShape(f"{name}.linear_proj.bias", (hidden,), kind, parted)
 
 
 def _latent_attention(
@@ -316,7 +350,7 @@ def active_parameters(model: TransformerConfig, rows: int) -> int:
 
 def all_parameters(model: TransformerConfig, rows: int) -> Iterator[ParameterShape]:
     """Yield the parameters of the whole model, for a vocabulary of ``rows`` rows."""
-    whole = Stage(range(model.num_layers), num_mtp_layers=model.mtp.depths)
+    whole = Stage(range(model.all_layers), num_mtp_layers=model.mtp.depths)
     return stage_parameters(model, rows, whole)
 
 

@@ -46,12 +46,16 @@ class RankMemory:
     """Of all that is there while the model is built, at most."""
     staged: int = 0
     """In host memory: copies of what is saved beside training, at most."""
+    only_fixed: bool = False
+    """What comes and goes is not planned."""
 
     def categories(self) -> dict[str, int]:
         """Return the bytes of every category by its name; of what is in host memory, together."""
         host = self.fixed.get("host", 0) + self.host
         on_device = {name: size for name, size in self.fixed.items() if name != "host"}
         moving = {"activations": self.activations, "communication": self.communication}
+        if self.only_fixed:
+            moving = {}
         staged = {"staged": self.staged} if self.staged else {}
         return {**on_device, **moving, "host": host, **staged}
 
@@ -85,7 +89,12 @@ class MemoryPlan:
         peaks = self._peaks(self.config.training.micro_batch_size, count)
         return [
             RankMemory(
-                rank.parameters, rank.fixed, *peak, building=rank.building, staged=rank.staged
+                rank.parameters,
+                rank.fixed,
+                *peak,
+                building=rank.building,
+                staged=rank.staged,
+                only_fixed=self.config.model.has_two_stacks,
             )
             for rank, peak in zip(self._ranks, peaks, strict=True)
         ]
@@ -129,6 +138,8 @@ class MemoryPlan:
     def _peaks(self, samples: int, count: int) -> list[Peak]:
         """Return what ``count`` microbatches of ``samples`` have at each rank's fullest moments."""
         config, placement = self.config, self.config.placement
+        if config.model.has_two_stacks:
+            return [Peak(0, 0, 0, 0)] * len(self._ranks)
         chunks: dict[int, Chunk] = {}
         for number, rank in enumerate(self._ranks):
             for position, passes in zip(placement.positions(number), rank.passing, strict=True):
@@ -175,6 +186,9 @@ class _Rank:
             units = [plan for chunk in chunks for plan in chunk]
         self.building = building(config, units)
         self.staged = staged(config, plans)
+        if config.model.has_two_stacks:
+            self.passing = [Passing()] * len(buffers)
+            return
         stages = [config.stages[at] for at in config.placement.positions(number)]
         self.passing = [passing.of_stage(config, stage, units) for stage in stages]
         replicas = max(config.axis_sizes["dp_cp"], config.axis_sizes["edp"])

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_count
 from megatron.training.arguments import ParsedRun
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, memory_text, traffic
+from megatron.training.plan import accounting, memory_text, operations, traffic
 from megatron.training.plan import pipeline as pipeline_plan
 
 GIB = 2**30
@@ -67,7 +67,7 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
         "learning rate": _learning_rate(config),
         "optimizer groups": _groups(config, vocabulary),
         "operations": _operations(config, vocabulary),
-        "communication": traffic.lines(config, vocabulary.padded_rows),
+        "communication": _communication(config, vocabulary),
         memory: memory_text.lines(
             config, run.origins, vocabulary.padded_rows, run.invocation.dry_run_memory * GIB
         ),
@@ -260,10 +260,15 @@ def _groups(config: RunConfig, vocabulary: PlannedVocabulary) -> Sequence[str]:
     return groups.describe(entries)
 
 
+def _communication(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
+    if not config.model.has_two_stacks:
+        yield from traffic.lines(config, vocabulary.padded_rows)
+    elif config.process.world_size > 1:
+        yield "not planned yet for an encoder-decoder"
+
+
 def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
-    per_sample = accounting.flops_per_sample(
-        config.model, config.data.seq_length, vocabulary.padded_rows
-    )
+    per_sample = operations.flops_per_sample(config, vocabulary.padded_rows)
     per_iteration = per_sample * config.batch_sizes.final
     is_causal = not config.model.bert.encoder_alone
     counted = " (causal attention counted as half of the square)" if is_causal else ""
@@ -272,7 +277,7 @@ def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[st
         f" per rank{counted}"
     )
     yield f"{per_sample * config.total_samples:.4e} FLOPs in the whole run"
-    again = accounting.recomputed_flops_per_sample(config, vocabulary.padded_rows)
+    again = operations.recomputed_flops_per_sample(config, vocabulary.padded_rows)
     if again and not config.training.skip_train:
         parts = ", ".join(f"{_MADE_AGAIN[part]} {n / per_sample:.1%}" for part, n in again.items())
         total = sum(again.values())

@@ -19,7 +19,9 @@ SAVED_BY_ACTIVATION = {
     "gelu_tanh": 0,
     "squared_relu": 0,  # what is above zero, instead of its input
     "swiglu": 0,  # the op of its own saves its input alone
+    "relu": -1,  # its result alone, which the second product saves
     "geglu": 1,  # the gate's activation
+    "geglu_tanh": 1,
     "quick_geglu": 2,  # and its sigmoid
 }
 """What an activation saves beside its input, as multiples of the inner width."""
@@ -45,6 +47,8 @@ def activation(share: Share, rows: int, inner: int, of: str) -> tuple[Piece, ...
         Piece(f"{of}activation {i}", one, size) for i in range(SAVED_BY_ACTIVATION[mlp.activation])
     ]
     wide = Piece(f"{of}fc1 output", one * (2 if mlp.is_gated else 1), size)
+    if SAVED_BY_ACTIVATION[mlp.activation] < 0:
+        wide = wide._replace(size=0)
     return (wide, *more, Piece(f"{of}fc2 input", one, size))
 
 
@@ -59,7 +63,7 @@ def feed_forward(share: Share, width: int, module: str, of: str = "") -> list[Re
     """
     normed, act = share.normed, activation(share, share.tokens, width // share.tp, of)
     # The second product's input and, once there are gradients, those of both products' outputs.
-    wide, inner = act[0].size, act[-1].size
+    wide, inner = act[0].size or act[-1].size, act[-1].size
     if module in share.config.model.recompute.modules:
         late = share.stream + wide + inner + share.output
         return [Region(module, (normed, *act), late, inputs=(normed,), recomputed=module)]
@@ -157,7 +161,7 @@ def _routed(share: Share) -> list[Region]:
         *down,
         Region("dispatch", places, sends=travel),
         *arrives,
-        Region("in", (rows_,), rows_.size + act[0].size, offloaded="expert_fc1"),
+        Region("in", (rows_,), rows_.size + (act[0].size or act[-1].size), offloaded="expert_fc1"),
         Region(
             "act",
             act[:-1],

@@ -64,17 +64,21 @@ class Case:
     """Ids in use; the last one ends documents."""
 
     @property
-    def samples(self) -> "MadeUp | MaskedUp":
+    def samples(self) -> Samples:
         """Return the samples to train on."""
         data = self.config.data
+        seed, count = self.config.training.seed, self.config.total_samples
         if data.bert.masked_words:
             return MaskedUp(
                 data.seq_length,
                 self.vocabulary,
-                self.config.training.seed,
-                self.config.total_samples,
+                seed,
+                count,
                 in_order=data.bert.bert_binary_head,
             )
+        if data.t5.decoder_seq_length is not None:
+            lengths = data.seq_length, data.t5.decoder_seq_length
+            return MadeUpPairs(lengths, self.vocabulary, seed, count)
         options = SampleOptions(
             seq_length=data.seq_length,
             vocab_size=self.vocabulary,
@@ -136,6 +140,27 @@ class MaskedUp:
         if self._in_order:
             sample["sentence_order"] = generator.integers(0, 2) if counts else np.array(UNKNOWN)
         return {name: np.asarray(array) for name, array in sample.items()}
+
+
+class MadeUpPairs:
+    """The same for an encoder and a decoder; every sample has another number of padded places."""
+
+    def __init__(self, lengths: tuple[int, int], vocabulary: int, seed: int, count: int) -> None:
+        self._lengths, self._vocabulary = lengths, vocabulary
+        self._seed, self._count = seed, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        generator, sample = np.random.default_rng((self._seed, number)), dict[str, Any]()
+        for name, length in zip(("encoder", "decoder"), self._lengths, strict=True):
+            sample[f"{name}_tokens"] = generator.integers(0, self._vocabulary, length)
+            used = generator.integers(1, length + 1)
+            sample[f"{name}_valid"] = np.arange(length) < used
+        sample["labels"] = generator.integers(0, self._vocabulary, self._lengths[1])
+        sample["loss_mask"] = sample["decoder_valid"].astype(np.float32)
+        return sample
 
 
 def train(case: Case, mesh: Mesh) -> Share:

@@ -114,7 +114,8 @@ class SmallRun:
     def __init__(self, values: Mapping[str, Any], layers_at_least: int = 1) -> None:
         kept = {name: value for name, value in values.items() if name in _KEPT}
         self._kept, self._sizes = kept, values.get("hierarchical_context_parallel_sizes")
-        length = {name: values[name] for name in ("seq_length",) if name in values}
+        names = ("seq_length", "decoder_seq_length")
+        length = {name: values[name] for name in names if name in values}
         one = {"micro_batch_size": 1, "global_batch_size": 1}
         alone = {**kept, **_REPLACED, **length, **one}
         alone.pop("distribute_saved_activations", None)  # there is nobody to share with
@@ -143,7 +144,7 @@ class SmallRun:
         """
         like = like or layout
         sizes = {
-            "seq_length": self._sequence(like),
+            **self._lengths(like),
             "micro_batch_size": self.micro_batch_size,
             "global_batch_size": self.micro_batch_size * like.replicas * 2 * like.size("pp"),
             "world_size": layout.world_size,
@@ -183,6 +184,8 @@ class SmallRun:
             "kv_channels",
             *_WIDTHS,
             "seq_length",
+            "decoder_num_layers",
+            "decoder_seq_length",
             "window_size",
             *_COMPARABLE,
         )
@@ -195,6 +198,9 @@ class SmallRun:
     def _with_layers(self, layers: int) -> dict[str, Any]:
         """Return the settings that depend on how many of the user's layers there are."""
         found: dict[str, Any] = {"num_layers": layers}
+        decoder = self._user.model.stacks.decoder_num_layers
+        if decoder is not None:
+            found["decoder_num_layers"] = min(decoder, max(layers, MOST_LAYERS))
         if "cpu_offloading_num_layers" in self._kept:
             found["cpu_offloading_num_layers"] = min(
                 self._kept["cpu_offloading_num_layers"], layers - 1
@@ -238,9 +244,17 @@ class SmallRun:
         channels = position.rotated_channels(head_size)
         return not position.is_rotary or (channels >= 2 and channels % 2 == 0)
 
-    def _sequence(self, layout: Layout) -> int:
+    def _lengths(self, layout: Layout) -> dict[str, int]:
+        """Return how many tokens of a sample are read, by whom."""
+        found = {"seq_length": self._sequence(layout, self._user.data.seq_length)}
+        decoder = self._user.data.t5.decoder_seq_length
+        if decoder is not None:
+            found["decoder_seq_length"] = self._sequence(layout, decoder)
+        return found
+
+    def _sequence(self, layout: Layout, length: int) -> int:
         """Return a length that the layout divides if it divides the user's, else does not."""
-        length, cp, tp = self._user.data.seq_length, layout.size("cp"), layout.size("tp")
+        cp, tp = layout.size("cp"), layout.size("tp")
         unit = math.lcm(
             2 * cp if cp > 1 else 1, cp * tp if layout.values.get("sequence_parallel") else 1
         )

@@ -1,0 +1,231 @@
+"""T5: an encoder and a decoder, which attends to what the encoder made (Raffel et al., 2020).
+
+    e = embed(encoder tokens)            learned positions here, if any
+    for each layer of the encoder:
+        e = e + attention(norm(e))       both ways; rotary positions or relative biases here
+        e = e + mlp(norm(e))
+    e = norm(e)
+    d = embed(decoder tokens)            the same matrix
+    for each layer of the decoder:
+        d = d + attention(norm(d))       to earlier tokens
+        d = d + cross_attention(norm(d), e)
+        d = d + mlp(norm(d))
+    loss or logits = head(norm(d))       the head's matrix is the embedding's, unless untied
+
+Layers are numbered through: the encoder's, then the decoder's. A pipeline may be cut anywhere. The
+first stage embeds both texts and the last has the head, so that the vocabulary is at the ends, as
+a decoder's alone; what goes from stage to stage is one tensor, the encoder's positions and then the
+decoder's. Stages of the encoder hand the decoder's embedding on, those of the decoder the encoder's
+output; its gradient comes back by the same way, summed over all layers that read it.
+
+Shapes: B batch, S and T positions of encoder and decoder on this context-parallel rank, H hidden,
+X = S + T; in hidden states S and T are this rank's, sequence parallelism counted.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import sharding
+from megatron.core.mesh import Mesh
+from megatron.core.models.language_model import LanguageEmbedding, LanguageHead, Tie
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.rng import DropoutKey
+from megatron.core.tensor_parallel.embedding import VocabularyRows
+from megatron.core.transformer.backends import choose_backends
+from megatron.core.transformer.block import TransformerBlock
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.context import Context, Encoded
+from megatron.core.transformer.init import inner_init
+from megatron.core.transformer.layer import Surroundings
+from megatron.core.transformer.plan import decoder_plan, encoder_plan
+from megatron.core.transformer.position import rotary_tables
+from megatron.core.transformer.relative import RelativePositions
+from megatron.core.transformer.saving import Saving
+from megatron.core.utils import divide
+
+
+class T5Model(nn.Module):
+    """Encoder-decoder language model; parameters are named and described, not yet initialised.
+
+    Args:
+        config: the architecture; it has two stacks.
+        mesh: axes and device.
+        vocab_size: true rows of the vocabulary.
+        padded_vocab_size: rows with padding, a multiple of the tensor-parallel size.
+        dtype: of weights and activations.
+        stage: what this part of the model owns, of all layers; everything when absent.
+        sequence_parallel: split activations along the sequence between tensor-parallel regions.
+        context_kinds: how attention over a sequence's ranks communicates (`context_parallel`): one
+            kind for all layers, or one for each.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        stage: Stage | None = None,
+        sequence_parallel: bool = False,
+        context_kinds: tuple[str, ...] = ("p2p",),
+    ) -> None:
+        super().__init__()
+        assert config.has_two_stacks, "an encoder-decoder has layers of two stacks"
+        self.config, self.mesh, self.vocab_size, self.dtype = config, mesh, vocab_size, dtype
+        self.stage = stage or Stage(range(config.all_layers))
+        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.saving = Saving(config.recompute, config.offload, mesh)
+        self.backends = choose_backends(config, mesh.device, dtype)
+        around = Surroundings(
+            *(config, mesh, dtype, self.backends, self.saving),
+            *(self.sequence_parallel, context_kinds),
+        )
+        self.residual_dtype = around.residual_dtype
+        rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
+        tied = not config.untie_embeddings_and_output_weights
+        ends_apart = not (self.stage.is_first and self.stage.is_last)
+        ends_apart = ends_apart and not self.stage.other_end_is_here
+        self.embedding: LanguageEmbedding | None = None
+        if self.stage.is_first:
+            self.embedding = LanguageEmbedding(rows, around, tied=tied and ends_apart)
+        self._make_stacks(around)
+        self.output_layer: LanguageHead | None = None
+        if self.stage.is_last:
+            tie: Tie = "no" if not tied else "apart" if ends_apart else "here"
+            self.output_layer = LanguageHead(rows, around, tie, bias=config.add_bias_linear)
+            if tied and self.embedding is not None:
+                self.output_layer.weight = self.embedding.word_embeddings.weight
+        self.rotary = rotary_tables(config, mesh, dtype)
+        sharding.name_parameters(self)
+
+    def _make_stacks(self, around: Surroundings) -> None:
+        here, first = self.stage.layers, self.config.num_layers
+        encoder = [plan for plan in encoder_plan(self.config) if plan.number in here]
+        decoder = [plan for plan in decoder_plan(self.config) if plan.number in here]
+        has_biases = self.config.position.position_embedding_type == "relative"
+        self.encoder_relative_pos_emb: RelativePositions | None = None
+        self.encoder: TransformerBlock | None = None
+        if encoder:
+            if has_biases:
+                self.encoder_relative_pos_emb = self._relative(around, bidirectional=True)
+            self.encoder = TransformerBlock(encoder, first - 1 in here, around)
+        self.decoder_relative_pos_emb: RelativePositions | None = None
+        self.decoder: TransformerBlock | None = None
+        if decoder or self.stage.is_last:
+            if has_biases and decoder:
+                self.decoder_relative_pos_emb = self._relative(around, bidirectional=False)
+            self.decoder = TransformerBlock(decoder, self.stage.is_last, around)
+
+    def _relative(self, around: Surroundings, *, bidirectional: bool) -> RelativePositions:
+        config, heads = around.config, around.config.attention.num_attention_heads
+        shape = (config.position.relative_attention_num_buckets, heads)
+        return RelativePositions(
+            config.position,
+            heads,
+            inner_init(config, shape),
+            around.mesh,
+            around.dtype,
+            bidirectional=bidirectional,
+        )
+
+    def forward(
+        self,
+        encoder_tokens_BS: Tensor | None,
+        decoder_tokens_BT: Tensor | None,
+        labels_BT: Tensor | None = None,
+        *,
+        encoder_valid_BS: Tensor,
+        decoder_valid_BT: Tensor,
+        x_XBH: Tensor | None = None,
+        dropout: DropoutKey | None = None,
+    ) -> Tensor:
+        """Return every token's loss ``[B, T]`` or, without labels, logits ``[B, T, vocab_size]``.
+
+        A stage that is not the last returns its hidden states ``[X, B, H]`` instead.
+
+        Args:
+            encoder_tokens_BS: token ids, int64; only the first stage looks at them.
+            decoder_tokens_BT: the same of the decoder.
+            labels_BT: what each of the decoder's tokens is to say, int64; for the last stage.
+            encoder_valid_BS: which of the encoder's positions are no padding, bool, of whole
+                samples on every context-parallel rank. No attention looks at the others.
+            decoder_valid_BT: the same of the decoder.
+            x_XBH: what the stage before returned, of `residual_dtype`; on the first stage None.
+            dropout: key of the dropout masks; absent switches dropout off.
+        """
+        if self.stage.is_first:
+            assert self.embedding is not None and x_XBH is None, "the first stage takes tokens"
+            assert encoder_tokens_BS is not None and decoder_tokens_BT is not None
+            x_SBH = self.embedding(encoder_tokens_BS, None, dropout)
+            x_TBH = self.embedding(decoder_tokens_BT, None, dropout, "decoder_embedding")
+        else:
+            assert x_XBH is not None, "a later stage takes hidden states"
+            lengths = encoder_valid_BS.shape[1], decoder_valid_BT.shape[1]
+            x_SBH, x_TBH = x_XBH.split([self._local(length) for length in lengths])
+        if self.encoder is not None:
+            context = self._context(encoder_valid_BS, self.encoder_relative_pos_emb, dropout)
+            with self.saving.forward(context.rotary or ()):
+                x_SBH = self.encoder(x_SBH, context).to(self.residual_dtype)
+        if self.decoder is not None:
+            encoded = Encoded(x_SBH.to(self.dtype), encoder_valid_BS)
+            context = self._context(
+                decoder_valid_BT, self.decoder_relative_pos_emb, dropout, encoded
+            )
+            with self.saving.forward(context.rotary or ()):
+                x_TBH = self.decoder(x_TBH, context)
+        if self.output_layer is None:
+            return torch.cat((x_SBH, x_TBH))
+        out: Tensor = self.output_layer(x_TBH, labels_BT)
+        return out
+
+    def _local(self, length: int) -> int:
+        """Return how many of a sample's positions the hidden states of this rank have."""
+        tp = self.mesh.tp.size if self.sequence_parallel else 1
+        return divide(length, self.mesh.cp.size * tp)
+
+    def _context(
+        self,
+        valid_BT: Tensor,
+        relative: RelativePositions | None,
+        dropout: DropoutKey | None,
+        encoded: Encoded | None = None,
+    ) -> Context:
+        """Return what a stack's layers see of their text, whose whole length the mask has."""
+        length = valid_BT.shape[1]
+        rotary = None
+        if self.rotary is not None:
+            rotary = self.rotary(divide(length, self.mesh.cp.size), None)
+        return Context(
+            rotary=rotary,
+            dropout=dropout,
+            valid_BT=valid_BT,
+            bias_1nST=None if relative is None else relative(length),
+            encoded=encoded,
+        )
+
+
+def build_stages(
+    config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
+) -> list[T5Model]:
+    """Return this rank's parts of an encoder-decoder, one for each of its stages.
+
+    Where both ends are on this rank and tied, they share one parameter.
+
+    Args:
+        config: the architecture.
+        mesh: axes and device.
+        stages: of this rank, in order of its chunks.
+        settings: further arguments of `T5Model`.
+    """
+    chunks = [T5Model(config, mesh, stage=stage, **settings) for stage in stages]
+    if stages[0].is_first and stages[-1].is_last:
+        first, last = chunks[0].embedding, chunks[-1].output_layer
+        assert first is not None and last is not None
+        if not config.untie_embeddings_and_output_weights:
+            last.weight = first.word_embeddings.weight
+    return chunks

@@ -1,0 +1,112 @@
+"""Pretrain an encoder-decoder (T5) on spans that were taken out of texts.
+
+Here is what is T5's own: its model, its data and a forward step; see `pretrain_gpt.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.core.utils import UserError
+from megatron.training import arguments
+from megatron.training.plan import report as plan_report
+from megatron.training.processes import launch
+
+if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
+    from torch import Tensor
+
+    from megatron.core.datasets.builder import Built, Sizes
+    from megatron.core.datasets.cache import BuildPolicy
+    from megatron.core.mesh import Mesh
+    from megatron.core.models.t5 import T5Model
+    from megatron.core.pipeline_parallel.stages import Stage
+    from megatron.core.rng import DropoutKey
+    from megatron.core.tokenizers.base import Tokenizer
+    from megatron.core.tokenizers.vocabulary import Vocabulary
+    from megatron.core.utils import Say
+    from megatron.training.batches import Batch
+    from megatron.training.config import RunConfig
+    from megatron.training.objective import TokenLosses
+
+PROGRAM = "pretrain_t5"
+
+
+def build_model(
+    config: RunConfig, mesh: Mesh, vocabulary: Vocabulary, stages: Sequence[Stage]
+) -> list[T5Model]:
+    """Return this rank's stages of the model; their values are drawn afterwards."""
+    import torch
+
+    from megatron.core.models.t5 import build_stages
+
+    return build_stages(
+        config.model,
+        mesh,
+        stages,
+        vocab_size=vocabulary.rows,
+        padded_vocab_size=vocabulary.padded_rows,
+        dtype=getattr(torch, config.precision.params_dtype),
+        sequence_parallel=config.parallel.sequence_parallel,
+        context_kinds=config.context.kinds(config.model.all_layers),
+    )
+
+
+def build_datasets(
+    config: RunConfig, sizes: Sizes, tokenizer: Tokenizer, policy: BuildPolicy, say: Say
+) -> Built:
+    """Return the training, validation and test sets."""
+    from megatron.core.datasets import builder
+
+    if config.data.dataloader_type == "external":
+        raise UserError(
+            f"--dataloader-type external: {PROGRAM}.py brings no loaders of its own; copy it and "
+            "let build_datasets return them, as megatron/training/external.py says"
+        )
+    info, seed = builder.TokenInfo.of(tokenizer), config.training.seed
+    return builder.build_datasets(config.data, sizes, info, seed, policy, say=say)
+
+
+def forward_step(
+    model: T5Model, batch: Batch, x_XBH: Tensor | None, dropout: DropoutKey | None
+) -> TokenLosses | Tensor:
+    """Return a stage's hidden states or, of the last, the tokens' losses and which of them count.
+
+    ``x_XBH`` is what the stage before returned.
+    """
+    from megatron.training.objective import TokenLosses
+
+    out = model(
+        batch["encoder_tokens"],
+        batch["decoder_tokens"],
+        batch["labels"],
+        encoder_valid_BS=batch["encoder_valid"],
+        decoder_valid_BT=batch["decoder_valid"],
+        x_XBH=x_XBH,
+        dropout=dropout,
+    )
+    return TokenLosses(out, batch["loss_mask"]) if model.stage.is_last else out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    place = launch.discover(os.environ)
+    run = arguments.parse(argv, PROGRAM, world_size=place.world_size)
+    if run.invocation.dry_run:
+        if place.rank == 0:
+            print(plan_report.report(run, PROGRAM))
+        return 0
+    if run.invocation.local_rank is not None:
+        place = launch.discover(os.environ, run.invocation.local_rank)
+    from megatron.training.pretrain import pretrain
+    from megatron.training.program import Program
+
+    program = Program(
+        build_model=build_model, build_datasets=build_datasets, forward_step=forward_step
+    )
+    return pretrain(run, place, program)
+
+
+if __name__ == "__main__":
+    arguments.run_main(main, PROGRAM)

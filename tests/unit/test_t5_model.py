@@ -1,0 +1,306 @@
+"""Our T5 with others' weights gives their logits, losses, gradients and training.
+
+The case under ``tests/data/mcore_t5_model`` was made with Megatron-core 0.19.2 in fp32, as those of
+`test_gpt_trajectories`; T5 1.0 and 1.1 are those of the transformers package, at random.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core import rng
+from megatron.core.mesh import Mesh
+from megatron.core.models.t5 import T5Model
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.precision.config import PrecisionConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.relative import bucket
+from megatron.training.health import Health
+from megatron.training.log_config import HealthConfig
+from megatron.training.objective import Objective, TokenLosses
+from megatron.training.passes import Passes
+from megatron.training.step import Plan, TrainStep
+from megatron.training.timers import Timers
+from pretrain_t5 import forward_step
+from tests.unit.test_gpt_trajectories import config_of
+
+DATA = Path(__file__).parent.parent / "data" / "mcore_t5_model"
+NAMES = {
+    "text_enc": "encoder_tokens",
+    "text_dec": "decoder_tokens",
+    "labels": "labels",
+    "enc_mask": "encoder_valid",
+    "dec_mask": "decoder_valid",
+    "loss_mask": "loss_mask",
+}
+CASE = json.loads((DATA / "case.json").read_text())
+
+
+def ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under our names; Megatron-core's have two for two of them."""
+    named = {name.removeprefix("lm_head."): value for name, value in theirs.items()}
+    return {name: x for name, x in named.items() if name != "position_embeddings.weight"}
+
+
+def stored(name: str) -> dict[str, Tensor]:
+    with np.load(DATA / f"{name}.npz") as arrays:
+        return {key: torch.from_numpy(arrays[key]) for key in arrays}
+
+
+def load_case() -> T5Model:
+    model = T5Model(config_of(CASE["flags"]), Mesh.serial(), vocab_size=128)
+    copy_weights(model, ours(stored("init")))
+    return model
+
+
+def copy_weights(model: T5Model, weights: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    assert set(weights) == set(parameters)
+    with torch.no_grad():
+        for name, value in weights.items():
+            parameters[name].copy_(value)
+
+
+def microbatch(iteration: int, number: int) -> dict[str, Tensor]:
+    batch = {NAMES[key]: value[iteration, number] for key, value in stored("batches").items()}
+    for name in ("encoder_valid", "decoder_valid"):
+        batch[name] = batch[name] > 0
+    return batch
+
+
+def test_logits_of_megatron_core() -> None:
+    model, batch = load_case(), microbatch(0, 0)
+    with torch.no_grad():
+        logits = model(
+            batch["encoder_tokens"],
+            batch["decoder_tokens"],
+            encoder_valid_BS=batch["encoder_valid"],
+            decoder_valid_BT=batch["decoder_valid"],
+        )
+    # Its queries at padding see all keys alike, ours what is no padding; neither counts.
+    counts = batch["decoder_valid"]
+    expected = stored("logits")["logits"]
+    torch.testing.assert_close(logits[counts], expected[counts], rtol=1e-5, atol=1e-5)
+
+
+def test_first_gradients_of_megatron_core() -> None:
+    model = load_case()
+    for number in range(2):
+        losses = forward_step(model, microbatch(0, number), None, None)
+        assert isinstance(losses, TokenLosses)
+        loss = (losses.losses_BS * losses.mask_BS).sum() / losses.mask_BS.sum()
+        expected = CASE["iterations"][0]["microbatch_loss_sum_or_mean"][number]
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
+        (loss / 2).backward()
+    expected_grads = ours(stored("grads_iter1"))
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert set(expected_grads) == set(grads)
+    for name, want in expected_grads.items():
+        torch.testing.assert_close(grads[name], want, rtol=2e-5, atol=2e-6, msg=name)
+
+
+def test_iterations_of_megatron_core() -> None:
+    model = load_case()
+    settings = OptimizerConfig.resolve(
+        adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, weight_decay=0.1, clip_grad=1.0
+    )
+    optimizer = build_optimizer(settings, [model], model.mesh, PrecisionConfig.resolve())
+    objective = Objective(False, model.mesh)
+    passes = Passes([model], forward_step, objective, Timers(0))
+    step = TrainStep(passes, optimizer, Health(HealthConfig.resolve()), seed=0)
+    for record in [*CASE["iterations"], *CASE["after_checkpoint"]]:
+        number = record["iteration"]
+        plan = Plan(iteration=number, samples=range(4), learning_rate=5e-3, weight_decay=0.1)
+        batches = [microbatch(number - 1, m) for m in range(2)]
+        nominal = objective.nominal(4, 2, 16)
+        result = step.run(plan, batches, 2, nominal, lambda: (False, False, False))
+        assert result.totals.loss == pytest.approx(record["lm_loss"], rel=1e-5)
+        assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=2e-5)
+        if number == 5:
+            for name, norm in ours(CASE["final_weight_l2"]).items():
+                weight = dict(model.named_parameters())[name].detach()
+                assert float(weight.norm()) == pytest.approx(norm, rel=1e-5), name
+
+
+KINDS = {
+    "1.0": (
+        {"feed_forward_proj": "relu", "tie_word_embeddings": True},
+        {"relu": True, "logit_multiplier": 24**-0.5},
+    ),
+    "1.1": (
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        {"geglu_tanh": True, "untie_embeddings_and_output_weights": True},
+    ),
+}
+
+
+def hugging_face(kind: str):
+    """Return a random model of theirs, whose heads do not fill its hidden size."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.T5Config(
+        vocab_size=96,
+        d_model=24,
+        d_kv=10,
+        d_ff=40,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=12,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        attn_implementation="eager",
+        **KINDS[kind][0],
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
+    return model
+
+
+def from_hugging_face(kind: str, model) -> T5Model:
+    """Return ours with their weights."""
+    config = TransformerConfig.resolve(
+        num_layers=2,
+        decoder_num_layers=3,
+        hidden_size=24,
+        num_attention_heads=4,
+        kv_channels=10,
+        ffn_hidden_size=40,
+        position_embedding_type="relative",
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=12,
+        max_position_embeddings=64,
+        normalization="RMSNorm",
+        norm_epsilon=1e-6,
+        add_bias_linear=False,
+        softmax_scale=1.0,
+        **KINDS[kind][1],
+    )
+    found = T5Model(config, Mesh.serial(), vocab_size=96)
+    theirs = model.state_dict()
+
+    def heads(*names: str) -> Tensor:
+        """Return rows of several matrices, head by head."""
+        parts = [theirs[f"{name}.weight"].unflatten(0, (4, 10)) for name in names]
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    weights = {"embedding.word_embeddings.weight": theirs["shared.weight"]}
+    if kind == "1.1":
+        weights["output_layer.weight"] = theirs["lm_head.weight"]
+    for stack, layers in (("encoder", 2), ("decoder", 3)):
+        table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        weights[f"{stack}_relative_pos_emb.weight"] = theirs[table]
+        weights[f"{stack}.final_layernorm.weight"] = theirs[f"{stack}.final_layer_norm.weight"]
+        for number in range(layers):
+            our, part = f"{stack}.layers.{number}", f"{stack}.block.{number}.layer"
+            norms = ["input_layernorm", "pre_mlp_layernorm"]
+            mixed = f"{part}.0.SelfAttention"
+            weights[f"{our}.self_attention.linear_qkv.weight"] = heads(
+                *(f"{mixed}.{letter}" for letter in "qkv")
+            )
+            weights[f"{our}.self_attention.linear_proj.weight"] = theirs[f"{mixed}.o.weight"]
+            if stack == "decoder":
+                norms.insert(1, "pre_cross_attn_layernorm")
+                cross, mixed = f"{our}.cross_attention", f"{part}.1.EncDecAttention"
+                weights[f"{cross}.linear_q.weight"] = theirs[f"{mixed}.q.weight"]
+                weights[f"{cross}.linear_kv.weight"] = heads(f"{mixed}.k", f"{mixed}.v")
+                weights[f"{cross}.linear_proj.weight"] = theirs[f"{mixed}.o.weight"]
+            for at, name in enumerate(norms):
+                weights[f"{our}.{name}.weight"] = theirs[f"{part}.{at}.layer_norm.weight"]
+            dense = f"{part}.{len(norms) - 1}.DenseReluDense"
+            into = ["wi"] if kind == "1.0" else ["wi_0", "wi_1"]
+            weights[f"{our}.mlp.linear_fc1.weight"] = torch.cat(
+                [theirs[f"{dense}.{name}.weight"] for name in into]
+            )
+            weights[f"{our}.mlp.linear_fc2.weight"] = theirs[f"{dense}.wo.weight"]
+    copy_weights(found, weights)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_loss_of_the_transformers_package(kind: str) -> None:
+    theirs = hugging_face(kind)
+    model = from_hugging_face(kind, theirs)
+    torch.manual_seed(5)
+    encoder_tokens, decoder_tokens = torch.randint(96, (3, 19)), torch.randint(96, (3, 13))
+    encoder_valid = torch.arange(19) < torch.tensor([[19], [7], [1]])
+    decoder_valid = torch.arange(13) < torch.tensor([[5], [13], [2]])
+    labels = torch.randint(96, (3, 13)).masked_fill(~decoder_valid, -100)
+    with torch.no_grad():
+        expected = theirs(
+            input_ids=encoder_tokens,
+            attention_mask=encoder_valid.long(),
+            decoder_input_ids=decoder_tokens,
+            decoder_attention_mask=decoder_valid.long(),
+            labels=labels,
+        )
+        masks = {"encoder_valid_BS": encoder_valid, "decoder_valid_BT": decoder_valid}
+        logits = model(encoder_tokens, decoder_tokens, **masks)
+        losses = model(encoder_tokens, decoder_tokens, labels.clamp(min=0), **masks)
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
+    loss = losses[decoder_valid].mean()
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_of_the_transformers_package(bidirectional: bool) -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distances = torch.arange(-300, 301)
+    for buckets, longest in ((32, 128), (8, 20), (4, 3)):
+        expected = t5.T5Attention._relative_position_bucket(
+            distances, bidirectional, buckets, longest
+        )
+        assert torch.equal(bucket(distances, buckets, longest, bidirectional), expected)
+
+
+def changed(model: T5Model, batch: dict[str, Tensor]) -> Tensor:
+    losses = forward_step(model, batch, None, None)
+    assert isinstance(losses, TokenLosses)
+    return losses.losses_BS[losses.mask_BS > 0]
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "relative", "rope", "none"])
+def test_padding_changes_nothing(positions: str) -> None:
+    """Losses and gradients do not depend on what stands at padding, nor on how much there is."""
+    config = TransformerConfig.resolve(
+        num_layers=2,
+        decoder_num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        position_embedding_type=positions,
+        max_position_embeddings=24,
+    )
+    torch.manual_seed(0)
+    text, said = torch.randint(50, (2, 9)), torch.randint(50, (2, 6))
+    found = []
+    for more, filling in ((0, 0), (5, 0), (5, 7)):
+        model = T5Model(config, Mesh.serial(), vocab_size=50, dtype=torch.float64)
+        rng.initialize(model, 1)
+
+        def padded(x: Tensor, value: int, more: int = more) -> Tensor:
+            return torch.nn.functional.pad(x, (0, more), value=value)
+
+        batch = {
+            "encoder_tokens": padded(text, filling),
+            "decoder_tokens": padded(said, filling),
+            "labels": padded(said.roll(1, 1), filling),
+            "encoder_valid": padded(torch.ones(2, 9, dtype=torch.bool), 0),
+            "decoder_valid": padded(torch.ones(2, 6, dtype=torch.bool), 0),
+            "loss_mask": padded(torch.ones(2, 6), 0),
+        }
+        losses = changed(model, batch)
+        losses.sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found.append((losses.detach(), grads))
+    for losses, grads in found[1:]:
+        torch.testing.assert_close(losses, found[0][0], rtol=1e-12, atol=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, found[0][1][name], rtol=1e-10, atol=1e-12, msg=name)

@@ -1,0 +1,134 @@
+"""An encoder-decoder's flags, and its plan, which is counted from configs alone."""
+
+import pytest
+
+from megatron.core.mesh import Mesh
+from megatron.core.models.t5 import T5Model
+from megatron.core.utils import UserError
+from megatron.training.arguments import ParsedRun, parse
+from megatron.training.config import RunConfig
+from megatron.training.plan import accounting, operations
+from megatron.training.plan.report import report
+
+SMALL = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --encoder-seq-length 32 "
+    "--decoder-seq-length 12 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data "
+    "--vocab-size 100"
+)
+RELATIVE = "--position-embedding-type relative"
+CHOICES = [
+    "",
+    "--decoder-num-layers 2 --kv-channels 24 --untie-embeddings-and-output-weights",
+    f"{RELATIVE} --normalization RMSNorm --relu --disable-bias-linear",
+    f"{RELATIVE} --geglu-tanh --untie-embeddings-and-output-weights --decoder-num-layers 5",
+]
+# As scripts have it: the 220M shape, from public repositories.
+OLD_SCRIPT = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64 "
+    "--ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128 "
+    "--max-position-embeddings 512 --micro-batch-size 16 --global-batch-size 128 --lr 0.0001 "
+    "--train-iters 1000000 --lr-decay-iters 1000000 --lr-decay-style linear --min-lr 0.00001 "
+    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --vocab-extra-ids 100 "
+    "--data-path nowhere --vocab-file bert-vocab.txt --data-impl mmap --split 949,50,1 "
+    "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 "
+    "--distributed-backend nccl --tensor-model-parallel-size 2"
+)
+NEW_SCRIPT = OLD_SCRIPT.replace(
+    "--num-layers 12", "--encoder-num-layers 12 --decoder-num-layers 12"
+).replace("--data-impl mmap", "--tokenizer-type BertWordPieceCase --transformer-impl local")
+
+
+def parsed(text: str = "", base: str = SMALL, program: str = "pretrain_t5") -> ParsedRun[RunConfig]:
+    return parse(f"{base} {text} --dry-run".split(), program)
+
+
+def refused(text: str, base: str = SMALL, program: str = "pretrain_t5") -> str:
+    with pytest.raises(UserError) as error:
+        parsed(text, base, program)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_every_parameter_is_the_built_models(text: str) -> None:
+    run = parsed(text).config
+    model, (stage,) = run.model, run.stages
+    built = T5Model(model, Mesh.serial(), vocab_size=100, padded_vocab_size=128)
+    planned = [(p.name, p.shape) for p in accounting.stage_parameters(model, 128, stage)]
+    assert planned == [(name, tuple(p.shape)) for name, p in built.named_parameters()]
+    total = sum(accounting.parameters_by_kind(model, 128).values())
+    assert total == sum(p.numel() for p in built.parameters())
+
+
+def test_operations_by_hand() -> None:
+    """Multiply-adds of one sample, counted matrix by matrix."""
+    run = parsed("--num-layers 2 --decoder-num-layers 1").config
+    hidden, inner, s, t = 64, 256, 32, 12
+    square, mlp = hidden * hidden, 2 * hidden * inner
+    encoder = s * (4 * square + mlp) + 2 * s * s * hidden
+    decoder = t * (4 * square + mlp) + t * t * hidden
+    cross = (2 * t + 2 * s) * square + 2 * s * t * hidden
+    head = t * hidden * 128
+    expected = 6 * (2 * encoder + decoder + cross + head)
+    assert operations.flops_per_sample(run, 128) == expected
+    full = parsed(
+        "--num-layers 2 --decoder-num-layers 1 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1"
+    ).config
+    again = operations.recomputed_flops_per_sample(full, 128)
+    assert again == {"recomputation": 2 * (2 * encoder + decoder + cross)}
+
+
+@pytest.mark.parametrize("script", [OLD_SCRIPT, NEW_SCRIPT])
+def test_scripts_plan(script: str) -> None:
+    run = parsed("--dry-run-world-size 8", script)
+    config = run.config
+    assert (config.model.num_layers, config.model.stacks.decoder_num_layers) == (12, 12)
+    assert config.model.position.max_position_embeddings == 512
+    kind = "LowerCase" if "--data-impl" in script else "Case"
+    assert config.tokenizer.tokenizer_type == f"BertWordPiece{kind}"
+    assert config.precision.params_dtype == "float16"
+    text = report(run, "pretrain_t5")
+    assert "not planned yet for an encoder-decoder" in text and "cross-attention" in text
+
+
+def test_layers_follow_one_another() -> None:
+    assert parsed().config.model.stacks.decoder_num_layers == 3
+    assert parsed("--decoder-num-layers 7").config.model.all_layers == 10
+    alone = parsed("", SMALL.replace("--decoder-seq-length 12", ""), "pretrain_gpt").config
+    assert not alone.model.has_two_stacks and alone.model.all_layers == 3
+
+
+def test_heads_need_not_fill_the_hidden_size() -> None:
+    assert parsed("--kv-channels 40").config.model.attention.kv_channels == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--group-query-attention", "--group-query-attention"),
+        ("--num-experts 4", "--num-experts"),
+        ("--position-embedding-type alibi", "--position-embedding-type alibi"),
+        ("--window-size 4,4", "--window-size"),
+        ("--qk-layernorm", "--qk-layernorm"),
+        (f"{RELATIVE} --relative-attention-num-buckets 7", "must be even"),
+        (f"{RELATIVE} --relative-attention-max-distance 16", "must be above half"),
+        ("--max-position-embeddings 31", "--seq-length (32)"),
+        ("--decoder-seq-length 40 --max-position-embeddings 32", "--decoder-seq-length (40)"),
+    ],
+)
+def test_refusals(text: str, words: str) -> None:
+    assert words in refused(text)
+
+
+def test_programs_are_told_apart() -> None:
+    alone = SMALL.replace("--decoder-seq-length 12", "")
+    assert "give --decoder-seq-length" in refused("", alone)
+    assert "which pretrain_t5.py trains" in refused("", SMALL, "pretrain_gpt")
+    text = refused("--decoder-num-layers 2", alone, "pretrain_gpt")
+    assert "--decoder-num-layers (2)" in text
+    assert "for an encoder-decoder" in refused(RELATIVE, alone, "pretrain_gpt")
+
+
+def test_settings_of_other_positions_are_named() -> None:
+    run = parsed("--relative-attention-num-buckets 16")
+    assert any("--relative-attention-num-buckets" in note for note in run.no_effect)
