@@ -271,8 +271,16 @@ def closed_form(config: RunConfig) -> list[Traffic]:
     tp = parallel.tensor_model_parallel_size
     rows = resolve_vocabulary(config.tokenizer, VOCABULARY, tp).padded_rows
     count = config.training.global_batch_size // config.samples_per_pass
-    grid, _ = parallel.grids(world)
-    costs = [traffic.expected(config, rows, count, grid.coordinates(rank)) for rank in range(world)]
+    grid, experts = parallel.grids(world)
+    edp = {
+        rank: number
+        for ranks in experts.groups("edp_inner", "edp")
+        for number, rank in enumerate(ranks)
+    }
+    costs = [
+        traffic.expected(config, rows, count, {**grid.coordinates(rank), "edp": edp[rank]})
+        for rank in range(world)
+    ]
     return [{key: (cost.calls, cost.bytes) for key, cost in one.items()} for one in costs]
 
 

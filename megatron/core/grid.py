@@ -221,16 +221,17 @@ def divisions(
 ) -> dict[str, Division]:
     """Return how each axis of `mesh.Mesh` but ``world`` parts the ranks, in one fixed order.
 
-    There is a ``dp_inner`` only where there are several instances of the optimizer: else
-    what it would be is ``dp_cp``.
+    There are a ``dp_inner``, an ``edp_inner`` and an ``edp_outer`` only where there are several
+    instances of the optimizer: else what the first two would be is ``dp_cp`` and ``edp``.
 
     Args:
         config: the layout.
         world_size: number of ranks.
         num_query_groups: of the model; None for as many as heads.
         cp_inner_size: neighbours along ``cp`` that an all-to-all joins, in a two-level scheme.
-        optimizer_instances: runs of neighbours along ``dp_cp`` that each hold a whole set of what
-            replicas share out; a divisor of its size.
+        optimizer_instances: runs of neighbours along ``dp_cp``, and along ``edp``, that each hold a
+            whole set of what replicas share out; a divisor of the size of the first, and of the
+            second, or experts have no instances.
 
     Raises:
         UserError: the layout does not fit the world (`ParallelConfig.grids`).
@@ -243,6 +244,13 @@ def divisions(
     assert replicas % optimizer_instances == 0, (replicas, optimizer_instances)
     share = replicas // optimizer_instances
     inner = {"dp_inner": Division(dense, ("dp", "cp"), lambda groups: near(groups, share))}
+    edp, by_experts = Division(expert, ("edp_inner", "edp")), dict[str, Division]()
+    if optimizer_instances > 1 and edp.size % optimizer_instances == 0:
+        part = edp.size // optimizer_instances
+        by_experts = {
+            "edp_inner": edp._replace(part=lambda groups: near(groups, part)),
+            "edp_outer": edp._replace(part=lambda groups: far(groups, part)),
+        }
     return {
         "tp": Division(dense, ("tp",)),
         "kv_replica": Division(dense, ("tp",), lambda groups: near(groups, sharers)),
@@ -258,7 +266,8 @@ def divisions(
         "etp": Division(expert, ("etp",)),
         "ep": Division(expert, ("ep",)),
         "etp_ep": Division(expert, ("etp", "ep")),
-        "edp": Division(expert, ("edp_inner", "edp")),
+        "edp": edp,
+        **by_experts,
     }
 
 

@@ -19,7 +19,7 @@ from megatron.core.grid import ParallelConfig, divisions, place
 TURNS = (
     ("tp", "etp", "etp_ep", "kv_replica"),
     ("cp", "cp_inner", "cp_outer"),
-    ("dp", "dp_cp", "edp", "dp_inner", "dp_outer"),
+    ("dp", "dp_cp", "edp", "dp_inner", "edp_inner", "dp_outer", "edp_outer"),
     ("pp", "ends"),
     ("ep", "etp_ep"),
 )
@@ -113,6 +113,10 @@ class Mesh:
     instance of the optimizer ``dp_cp`` itself, which is counted under that name."""
     dp_outer: Axis
     """Ranks along ``dp_cp`` that hold the same share, one of each instance of the optimizer."""
+    edp_inner: Axis
+    """As ``dp_inner``, of the replicas of experts; with one instance ``edp`` itself."""
+    edp_outer: Axis
+    """As ``dp_outer``, of the replicas of experts; with one instance each is alone."""
     ends: Axis
     """The first and the last rank along ``pp``, which both hold a tied embedding; the ranks between
     them are alone."""
@@ -121,12 +125,13 @@ class Mesh:
 
     def __init__(self, axes: dict[str, Axis], rank: int, device: torch.device) -> None:
         self.axes = axes
-        """Each once: without ``dp_inner`` where that is ``dp_cp``."""
+        """Each once: without those that there are for several instances of the optimizer."""
         self.rank = rank
         self.device = device
         self.buffers: dict[str, Any] = {}
         """What packages keep for groups of this mesh, by package: one, whoever asks first."""
-        self._named = {"dp_inner": axes["dp_cp"], **axes}
+        alone = {"edp_inner": axes["edp"], "edp_outer": self.alone}
+        self._named = {"dp_inner": axes["dp_cp"], **alone, **axes}
         for name, axis in self._named.items():
             setattr(self, name, axis)
 

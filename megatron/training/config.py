@@ -86,7 +86,8 @@ class RunConfig(Config):
     @property
     def expert_shares(self) -> int:
         """Return into how many shares the replicas of experts divide what they share out."""
-        return self.axis_sizes["edp"] if self.shares > 1 else 1
+        groups = self.replicas.num_distributed_optimizer_instances
+        return self.axis_sizes["edp"] // groups if self.shares > 1 else 1
 
     @property
     def shared_by_torch(self) -> bool:

@@ -198,7 +198,8 @@ def _idle_rules(config: RunConfig) -> dict[str, str]:
         if rule not in optimizer.rules:
             idle |= dict.fromkeys(names, f"--optimizer is {optimizer.optimizer}")
     if optimizer.optimizer == "muon":
-        if config.parallel.tensor_model_parallel_size == 1:
+        parts = (config.axis_sizes["tp"], config.axis_sizes["etp"])
+        if parts[0] == 1 and (parts[1] == 1 or config.model.moe.num_experts is None):
             idle["muon_tp_mode"] = f"{size_flag('tensor')} is 1"
         if config.model.mla.multi_latent_attention:
             idle["muon_split_qkv"] = "--multi-latent-attention has no fused matrix"

@@ -1,5 +1,6 @@
 """Rules of a model's sizes: what its layers and positions need of each other."""
 
+from megatron.core.config import as_words
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
 from megatron.training.layout_rules import Origins, Rule
@@ -67,7 +68,7 @@ def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
 
 
 def experts_are_shared_out_by_us(config: RunConfig, origins: Origins) -> None:
-    """What replicas of experts share out is not for torch, nor in several instances."""
+    """What replicas of experts share out is not for torch; instances get equally many of them."""
     if config.model.moe.num_experts is None:
         return
     if config.replicas.use_torch_fsdp2:
@@ -76,15 +77,15 @@ def experts_are_shared_out_by_us(config: RunConfig, origins: Origins) -> None:
             f"{config.model.moe.num_experts}) have their own; use --use-megatron-fsdp"
         )
     instances = config.replicas.num_distributed_optimizer_instances
-    if instances > 1:
+    replicas = config.axis_sizes["edp"] if instances > 1 else 1
+    if instances > 1 and replicas % instances:
         raise UserError(
-            f"--num-distributed-optimizer-instances ({instances}) does not go with experts yet "
-            f"(--num-experts {config.model.moe.num_experts}); leave it at 1"
-        )
-    if "muon" in config.optimizer.rules:
-        raise UserError(
-            "--optimizer muon does not update matrices of experts yet (--num-experts "
-            f"{config.model.moe.num_experts}); use --optimizer adam"
+            f"--num-distributed-optimizer-instances ({instances}) must divide the {replicas} "
+            "replicas of experts (processes / (--expert-model-parallel-size "
+            f"{config.parallel.expert_model_parallel_size} x --expert-tensor-parallel-size "
+            f"{config.parallel.expert_tensor_parallel_size} x --pipeline-model-parallel-size "
+            f"{config.parallel.pipeline_model_parallel_size})); choose one of "
+            f"{as_words(divisors(replicas))}"
         )
 
 

@@ -63,6 +63,7 @@ TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-m
 CHECKED = "--check-weight-hash-across-dp-replicas-interval 1"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 A2A, FLEX = (f"--moe-token-dispatcher-type {kind}" for kind in ("alltoall", "flex"))
+INSTANCES = "--num-distributed-optimizer-instances 2"
 LAYOUTS = [
     (2, f"{EP} 2"),
     (2, f"{EP} 2 {A2A}"),
@@ -102,6 +103,13 @@ LAYOUTS = [
     (4, f"{EP} 4 {FLEX} --recompute-granularity selective --recompute-modules moe"),
     (2, f"{EP} 2 --moe-permute-fusion"),
     (8, f"{TP} 2 {CP} 2 {PP} 2 {EP} 2 {ETP} 2 --use-tp-pp-dp-mapping {A2A}"),
+    (4, f"{EP} 2 {A2A} --use-distributed-optimizer {INSTANCES}"),
+    (
+        8,
+        f"{TP} 2 --sequence-parallel {ETP} 1 {EP} 2 --data-parallel-sharding-strategy optim_grads "
+        f"--overlap-grad-reduce {INSTANCES}",
+    ),
+    (8, f"{TP} 2 {ETP} 1 {EP} 2 {A2A} --use-megatron-fsdp {INSTANCES}"),
     (8, f"{TP} 2 {EP} 4 {A2A} --overlap-grad-reduce --ddp-bucket-size 900"),
 ]
 USUAL = (0, 3, 7, 8)
@@ -153,6 +161,44 @@ def test_equals_the_serial_run(
     # Losses of routers are compared, too.
     assert len(found.losses) == (1 + FURTHER[variant]) * ITERATIONS
     apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+    assert found.traffic == moved
+
+
+MUON = "--optimizer muon --muon-nesterov"
+
+
+@pytest.mark.parametrize(
+    ("variant", "world", "layout"),
+    [
+        ("rich", 4, f"{ETP} 2 {EP} 2 {A2A}"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("plain", 4, f"{TP} 2 {EP} 2 --use-distributed-optimizer"),
+                ("rich", 4, f"{TP} 2 --sequence-parallel {EP} 2 --muon-tp-mode distributed"),
+                (
+                    "rich",
+                    8,
+                    f"{PP} 2 {EP} 2 {A2A} --use-distributed-optimizer --ddp-bucket-size 900",
+                ),
+                ("biased", 4, f"{EP} 2 {A2A} --use-megatron-fsdp"),
+                (
+                    "plain",
+                    8,
+                    f"{TP} 2 {EP} 2 {A2A} --use-megatron-fsdp --muon-tp-mode distributed",
+                ),
+            )
+        ),
+    ],
+)
+def test_muon_makes_the_matrix_of_each_expert_orthogonal(
+    pool: Pool, variant: str, world: int, layout: str
+) -> None:
+    words = f"{VARIANTS[variant]} {MUON}"
+    serial, _ = outcome(pool, 1, words)
+    found, moved = outcome(pool, world, f"{words} {layout}")
+    apart = outcomes.compare(found, serial)
     assert apart.are_equal, apart
     assert found.traffic == moved
 

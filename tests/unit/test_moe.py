@@ -221,7 +221,11 @@ def test_layers_with_experts_go_by_number_or_pattern() -> None:
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"),
         ("--num-experts 4 --moe-router-topk 5", "must not exceed --num-experts (4)"),
         ("--num-experts 4 --moe-latent-size 0", "--moe-latent-size"),
-        ("--num-experts 4 --optimizer muon", "use --optimizer adam"),
+        (
+            "--num-experts 4 --expert-model-parallel-size 4 --use-distributed-optimizer "
+            "--num-distributed-optimizer-instances 2 --dry-run-world-size 4",
+            "the 1 replicas of experts",
+        ),
         ("--num-experts 4 --use-torch-fsdp2 --dry-run-world-size 2", "use --use-megatron-fsdp"),
         (
             "--num-experts 4 --moe-shared-expert-intermediate-size 9 --dry-run-world-size 2 "

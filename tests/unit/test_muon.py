@@ -250,15 +250,15 @@ def test_blocks_of_the_parts_are_the_blocks_of_the_whole(heads: int, groups: int
         position_embedding_type="rope",
     )
     sharers = max(1, tp // groups)
-    whole = Matrix(
-        record := qkv_record(config, Mesh.serial()), record.shape, record.fused, Mesh.serial()
-    )
+    serial = Mesh.serial()
+    record = qkv_record(config, serial)
+    whole = Matrix(record, record.shape, record.fused, serial, serial.tp)
     answered = torch.zeros(record.shape[0], dtype=torch.int64)
     for rank in range(tp):
         mesh = _rank(tp, rank, sharers)
         mine = qkv_record(config, mesh)
         rows = max(region.local[0][1] for region in mine.regions)
-        matrix = Matrix(mine, (rows, 16), mine.fused, mesh)
+        matrix = Matrix(mine, (rows, 16), mine.fused, mesh, mesh.tp)
         logical = torch.cat([torch.arange(*region.logical[0]) for region in mine.regions])
         for block, all_of_it in zip(matrix.blocks, whole.blocks, strict=True):
             assert block.shape == all_of_it.shape

@@ -94,8 +94,8 @@ def shares_of(config: DataParallelConfig, mesh: Mesh) -> Shares:
 def shares_of_experts(config: DataParallelConfig, mesh: Mesh) -> Shares:
     """Return what the replicas of experts share out, if those of the dense layers share anything.
 
-    One replica has nobody to share with.
+    One replica has nobody to share with, nor has one that is alone in its instance.
     """
-    if shares_of(config, mesh).axis.size == 1 or mesh.edp.size == 1:
+    if shares_of(config, mesh).axis.size == 1 or mesh.edp_inner.size == 1:
         return Shares("no_shard", mesh.alone, mesh.edp)
-    return Shares(config.data_parallel_sharding_strategy, mesh.edp, mesh.alone)
+    return Shares(config.data_parallel_sharding_strategy, mesh.edp_inner, mesh.edp_outer)

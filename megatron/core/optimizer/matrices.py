@@ -1,20 +1,20 @@
 """Whole matrices out of their parts: what of a matrix a rank holds, and what it is made of.
 
 A matrix may be several in one (`Sharding.fused`), whose rows take turns, and it may be cut over
-tensor-parallel ranks, by rows or by columns. Rows of keys and values may be held by several ranks;
-one of them answers for them in sums.
+tensor-parallel ranks (of experts those along ``etp``), by rows or by columns. Rows of keys and
+values may be held by several ranks; one of them answers for them in sums.
 
 Shapes: M rows and N columns of a whole matrix; m, n of this rank's part.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron.core import comm, sharding
-from megatron.core.mesh import Mesh
+from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Region, Sharding
 
 
@@ -40,6 +40,7 @@ class Matrix:
         shape: of this rank's part.
         fused: what to take apart: (name, rows) of each matrix in it; empty for none.
         mesh: axes and device.
+        axis: ranks it is cut over.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Matrix:
         shape: tuple[int, ...],
         fused: Sequence[tuple[str, int]],
         mesh: Mesh,
+        axis: Axis,
     ) -> None:
-        self.record, self.shape, self.mesh = record, shape, mesh
+        self.record, self.shape, self.mesh, self.axis = record, shape, mesh, axis
         self.is_cut = shape != record.shape
         self.cut_rows = shape[0] != record.shape[0]
         self.peers: Sequence[tuple[Region, ...]] = ()
-        """Regions of each rank along ``tp``; needed to gather."""
+        """Regions of each rank along the axis; needed to gather."""
         self.blocks = self._blocks(fused)
 
     def _blocks(self, fused: Sequence[tuple[str, int]]) -> list[Block]:
@@ -89,7 +91,7 @@ class Matrix:
 
     def gather(self, x_mn: Tensor) -> Tensor:
         """Return the whole matrix of every rank's part."""
-        parts = comm.all_gather(x_mn, self.mesh.tp).view(-1, *self.shape)
+        parts = comm.all_gather(x_mn, self.axis).view(-1, *self.shape)
         whole_MN = x_mn.new_empty(self.record.shape)
         for part_mn, regions in zip(parts, self.peers, strict=True):
             for region in regions:
@@ -109,18 +111,25 @@ class Matrix:
         """Complete a sum over the rows or columns of a block, in place."""
         if not block.is_owner:
             partial.zero_()
-        comm.all_reduce(partial, self.mesh.tp)
+        comm.all_reduce(partial, self.axis)
 
 
-def learn_peers(matrices: Sequence[Matrix], mesh: Mesh) -> None:
-    """Tell each matrix that is cut what its peers hold; a collective over ``tp``.
+def one_of_experts(record: Sharding) -> Sharding:
+    """Return the record of each of the matrices of experts that a parameter holds."""
+    regions = tuple(
+        replace(region, local=region.local[1:], logical=region.logical[1:])
+        for region in record.regions
+    )
+    return replace(record, shape=record.shape[1:], regions=regions)
+
+
+def learn_peers(matrices: Sequence[Matrix], axis: Axis) -> None:
+    """Tell each matrix that is cut over an axis what its peers hold; a collective of it.
 
     Ranks along the axis hold parts of the same matrices, in one order.
     """
-    cut = [matrix for matrix in matrices if matrix.is_cut]
+    cut = [matrix for matrix in matrices if matrix.is_cut and matrix.axis is axis]
     mine = [(matrix.record.name, matrix.record.regions) for matrix in cut]
-    for matrix, held in zip(
-        cut, zip(*comm.gather_objects(mine, mesh.tp), strict=True), strict=True
-    ):
+    for matrix, held in zip(cut, zip(*comm.gather_objects(mine, axis), strict=True), strict=True):
         assert {name for name, _ in held} == {matrix.record.name}, held
         matrix.peers = [regions for _, regions in held]

@@ -6,7 +6,7 @@
 
 Without decoupling ``wd p`` is added to ``g`` instead. A matrix that is several in one (queries,
 keys and values; gate and value of a gated unit) is taken apart (`Sharding.fused`): each is made
-orthogonal on its own.
+orthogonal on its own. So is the matrix of each expert.
 
 A rank gets whole matrices of its model-parallel share (`distributed.packing`). One that is cut over
 tensor-parallel ranks is treated in one of three ways:
@@ -32,7 +32,7 @@ from megatron.core.distributed.pieces import Member
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer import rules
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.matrices import Block, Matrix, learn_peers
+from megatron.core.optimizer.matrices import Block, Matrix, learn_peers, one_of_experts
 from megatron.core.optimizer.newton_schulz import orthogonalise, schedule
 from megatron.core.optimizer.update import Ranges, Step, unscale
 from megatron.core.sharding import Sharding
@@ -51,13 +51,19 @@ class Muon:
         self._matrices: dict[str, Matrix] = {}
 
     def prepare(self, members: Iterable[Member]) -> None:
-        """Learn what peers hold of the matrices that are updated; a collective over ``tp``."""
+        """Learn what peers hold of the matrices that are updated.
+
+        A collective over ``tp``, and over ``etp`` for experts.
+        """
         for member in members:
-            record = member.record
-            matrix = Matrix(record, member.shape, self._fused(record), self.mesh)
+            record, shape, axis = member.record, member.shape, self.mesh.tp
+            if record.expert:  # one for each of the rank's experts, all alike
+                record, shape, axis = one_of_experts(record), shape[1:], self.mesh.etp
+            matrix = Matrix(record, shape, self._fused(record), self.mesh, axis)
             self._matrices[record.name] = matrix
         if self.config.muon_tp_mode == "duplicated":
-            learn_peers(list(self._matrices.values()), self.mesh)
+            for axis in (self.mesh.tp, self.mesh.etp):
+                learn_peers(list(self._matrices.values()), axis)
 
     def _fused(self, record: Sharding) -> tuple[tuple[str, int], ...]:
         is_qkv = tuple(name for name, _ in record.fused) == QKV
@@ -90,10 +96,19 @@ class Muon:
         update_mn = momentum_mn
         if config.muon_nesterov:
             update_mn = grad_mn.lerp(momentum_mn, config.muon_momentum)
-        made_mn = self._orthogonal(matrix, update_mn)
+        made_mn = self._each_orthogonal(matrix, update_mn)
         if config.decoupled_weight_decay:
             p_mn.mul_(1 - lr * decay * keep)
         p_mn.sub_(made_mn.mul_(lr * keep))
+
+    def _each_orthogonal(self, matrix: Matrix, update: Tensor) -> Tensor:
+        """Return the update of a parameter: one matrix, or one of each expert."""
+        if update.dim() == 2:
+            return self._orthogonal(matrix, update)
+        made_emn = torch.empty_like(update)
+        for expert, update_mn in enumerate(update):
+            made_emn[expert] = self._orthogonal(matrix, update_mn)
+        return made_emn
 
     def _orthogonal(self, matrix: Matrix, update_mn: Tensor) -> Tensor:
         """Return the orthogonal update of this rank's part of a matrix, scaled."""

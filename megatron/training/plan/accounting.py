@@ -501,7 +501,7 @@ def buffer_items(
 
 
 def chunk_parameters(
-    config: RunConfig, padded_rows: int, pp_rank: int, tp: int | None = None
+    config: RunConfig, padded_rows: int, pp_rank: int, ways: int | None = None
 ) -> list[list[ParameterShape]]:
     """Return the parameters of a rank of the pipeline, for each chunk of the model.
 
@@ -509,18 +509,20 @@ def chunk_parameters(
         config: the run.
         padded_rows: rows of the vocabulary, padding included.
         pp_rank: its coordinate.
-        tp: tensor-parallel ranks; the run's when absent.
+        ways: ranks that share a matrix, of the dense layers and of experts; the run's when absent.
     """
     parallel, stages = config.parallel, config.stages
-    ways = parallel.tensor_model_parallel_size if tp is None else tp
-    expert_ways = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size)
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if ways is not None:
+        tp = etp = ways
+    expert_ways = (parallel.expert_model_parallel_size, etp)
 
     def of(stage: Stage) -> Iterator[ParameterShape]:
         return stage_parameters(
             config.model,
             padded_rows,
             stage,
-            ways,
+            tp,
             sequence_parallel=parallel.sequence_parallel,
             expert_ways=expert_ways,
         )

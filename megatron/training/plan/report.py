@@ -38,8 +38,10 @@ _AXES = {
     "ep": "share out the experts",
     "etp_ep": "hold all experts together, and send each other tokens",
     "edp": "replicas of the experts",
+    "edp_inner": "share out a set of what replicas of experts hold",
+    "edp_outer": "hold the same share of it",
 }
-_OF_EXPERTS = ("etp", "ep", "etp_ep", "edp")
+_OF_EXPERTS = ("etp", "ep", "etp_ep", "edp", "edp_inner", "edp_outer")
 MOST_SIZES = 20
 """Steps of a batch-size ramp that are shown."""
 

@@ -109,11 +109,16 @@ def _gathered(
     config: RunConfig, padded_rows: int, pp_rank: int, plans: Sequence[BufferPlan]
 ) -> Iterator[int]:
     """Yield the bytes of each matrix that Muon gathers, on whichever rank."""
-    optimizer, tp = config.optimizer, config.parallel.tensor_model_parallel_size
-    if optimizer.optimizer != "muon" or tp == 1 or optimizer.muon_tp_mode != "duplicated":
+    optimizer = config.optimizer
+    if optimizer.optimizer != "muon" or optimizer.muon_tp_mode != "duplicated":
         return
-    whole = chunk_parameters(config, padded_rows, pp_rank, tp=1)
-    shapes = {parameter.name: parameter.numel for chunk in whole for parameter in chunk}
+    chunks = chunk_parameters(config, padded_rows, pp_rank, ways=1)
+    whole = {parameter.name: parameter for chunk in chunks for parameter in chunk}
+    parallel = config.parallel
     for slot in (slot for plan in plans if plan.rule == "muon" for slot in plan.slots):
-        if shapes[slot.name] != slot.stop - slot.start:
-            yield tp * (slot.stop - slot.start) * BYTES[config.precision.accumulation_dtype]
+        one, here = whole[slot.name], slot.stop - slot.start
+        if one.numel != here:
+            ways, matrices = parallel.tensor_model_parallel_size, 1
+            if one.expert:
+                ways, matrices = parallel.expert_tensor_parallel_size, one.shape[0]
+            yield ways * here // matrices * BYTES[config.precision.accumulation_dtype]

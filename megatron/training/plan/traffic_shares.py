@@ -14,11 +14,13 @@ optimizer), of every buffer:
                           all_gather      m x P w         for every use by a unit, in forward
                           all_gather      m x P w         for every chunk that uses it, in backward
 
-Experts' buffers move the same over ``edp``, with its ranks for R; one replica moves nothing.
+Experts' buffers move the same over ``edp`` (``edp_inner``), with its ranks for R; one replica moves
+nothing.
 
 An evaluation gathers as forwards do. Recomputed units of several layers gather all of them but the
 last once more in backward. Instances add their shares up, P / R elements, by an all-reduce over
-``dp_outer``. Sums of regions, over ``tp``, ``kv_replica`` and ``ends``, are of a rank's own share.
+``dp_outer``, or ``edp_outer``. Sums of regions, over ``tp``, ``kv_replica`` and ``ends``, are of a
+rank's own share.
 
 What torch's ``fully_shard`` moves is in `traffic_torch`.
 """
@@ -51,16 +53,17 @@ def add_sums(
         return
     travelling = BYTES[config.precision.reduce_dtype]
     for plan, uses in _buffers(config, padded_rows, coordinates["pp"]):
-        axis, shares = _sharing_axis(config, plan), shares_of(config, plan)
+        (axis, outer), shares = _sharing_axes(config, plan), shares_of(config, plan)
+        assert isinstance(plan.key, BufferKey)
         for start, stop in plan.buckets:
             size = (stop - start) * travelling
             if shares == 1:
-                book.add("edp" if axis == "edp" else "dp_cp", "all_reduce", size)
+                book.add("edp" if plan.key.expert else "dp_cp", "all_reduce", size)
                 continue
             times = count * len(uses) if replicas.shards_gradients else 1
             book.add(axis, "reduce_scatter", size, times)
-            if axis != "edp":  # experts have one instance of everything
-                book.add("dp_outer", "all_reduce", divide(stop - start, shares) * _kept(config))
+            if outer is not None:
+                book.add(outer, "all_reduce", divide(stop - start, shares) * _kept(config))
             if not replicas.shards_weights:
                 weights = BYTES[config.precision.params_dtype]
                 book.add(axis, "all_gather", (stop - start) * weights)
@@ -85,18 +88,23 @@ def add_gathers(
         if trains:
             times += len(uses) + (plan.key.unit in again)
         if shares_of(config, plan) > 1:
-            axis = _sharing_axis(config, plan)
+            axis, _ = _sharing_axes(config, plan)
             book.add(axis, "all_gather", plan.size * weights, count * times)
 
 
-def _sharing_axis(config: RunConfig, plan: BufferPlan) -> str:
-    """Return the axis over which a buffer is shared out."""
+def _sharing_axes(config: RunConfig, plan: BufferPlan) -> tuple[str, str | None]:
+    """Return the axis over which a buffer is shared out, and that of ranks with equal shares."""
     assert isinstance(plan.key, BufferKey)
-    return "edp" if plan.key.expert else traffic_torch.sharing_axis(config)
+    several = config.replicas.num_distributed_optimizer_instances > 1
+    if plan.key.expert:
+        return ("edp_inner", "edp_outer") if several else ("edp", None)
+    return traffic_torch.sharing_axis(config), "dp_outer" if several else None
 
 
-def share_of(config: RunConfig, coordinates: Mapping[str, int]) -> int:
+def share_of(config: RunConfig, coordinates: Mapping[str, int], *, experts: bool = False) -> int:
     """Return which share a rank has: ``cp`` varies faster than ``dp`` along ``dp_cp``."""
+    if experts:
+        return coordinates.get("edp", 0) % config.expert_shares
     along_cp = config.parallel.context_parallel_size
     place = coordinates.get("dp", 0) * along_cp + coordinates.get("cp", 0)
     return place % config.shares

@@ -9,14 +9,21 @@ tensor-parallel ranks it moves, with f the bytes of a number in the optimizer (4
                                                         products over the dim that is cut, of size
                                                         G; g is 2 in bfloat16, else f
     blockwise     nothing
+
+Matrices of experts are cut over ``etp``, and each moves by itself.
 """
 
-import math
 from collections.abc import Mapping
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import ParameterShape, chunk_buffers, chunk_parameters
+from megatron.training.plan.accounting import (
+    BufferKey,
+    ParameterShape,
+    chunk_buffers,
+    chunk_parameters,
+    shares_of,
+)
 from megatron.training.plan.traffic_passes import Book
 from megatron.training.plan.traffic_shares import share_of
 
@@ -25,13 +32,12 @@ def add_updates(
     book: Book, config: RunConfig, padded_rows: int, coordinates: Mapping[str, int]
 ) -> None:
     """Add what the optimizer moves on a rank; coordinates that are absent count as 0."""
-    optimizer, tp = config.optimizer, config.parallel.tensor_model_parallel_size
-    if optimizer.optimizer != "muon" or tp == 1 or optimizer.muon_tp_mode == "blockwise":
+    optimizer, pp_rank = config.optimizer, coordinates["pp"]
+    if optimizer.optimizer != "muon" or optimizer.muon_tp_mode == "blockwise":
         return
-    pp_rank, share = coordinates["pp"], share_of(config, coordinates)
     whole = {
         parameter.name: parameter
-        for chunk in chunk_parameters(config, padded_rows, pp_rank, tp=1)
+        for chunk in chunk_parameters(config, padded_rows, pp_rank, ways=1)
         for parameter in chunk
     }
     parts = {
@@ -42,7 +48,9 @@ def add_updates(
     for plan in (plan for chunk in chunk_buffers(config, padded_rows, pp_rank) for plan in chunk):
         if plan.rule != "muon":
             continue
-        spans = plan.shards(share, config.shares)
+        assert isinstance(plan.key, BufferKey)
+        share = share_of(config, coordinates, experts=plan.key.expert)
+        spans = plan.shards(share, shares_of(config, plan))
         for slot in plan.slots:
             if any(start <= slot.start < stop for start, stop in spans):
                 _add_matrix(book, config, parts[slot.name], whole[slot.name])
@@ -52,16 +60,19 @@ def _add_matrix(book: Book, config: RunConfig, part: ParameterShape, whole: Para
     if part.shape == whole.shape:
         return
     optimizer, number = config.optimizer, BYTES[config.precision.accumulation_dtype]
+    axis, ways, times = "tp", config.parallel.tensor_model_parallel_size, 1
+    if part.expert:
+        axis, ways, times = "etp", config.parallel.expert_tensor_parallel_size, part.shape[0]
+    (rows, columns), (all_rows, all_columns) = part.shape[-2:], whole.shape[-2:]
     if optimizer.muon_tp_mode == "duplicated":
-        ways = config.parallel.tensor_model_parallel_size
-        book.add("tp", "all_gather", ways * math.prod(part.shape) * number)
+        book.add(axis, "all_gather", ways * rows * columns * number, times)
         return
     in_half = optimizer.muon_fp32_matmul_prec == "medium" and not config.precision.fp64
-    across = whole.shape[1] if part.shape[0] != whole.shape[0] else whole.shape[0]
-    blocks = _blocks(config, part.name)
-    book.add("tp", "all_reduce", number, blocks)
+    across = all_columns if rows != all_rows else all_rows
+    blocks = times * _blocks(config, part.name)
+    book.add(axis, "all_reduce", number, blocks)
     gram = across * across * (BYTES["bfloat16"] if in_half else number)
-    book.add("tp", "all_reduce", gram, blocks * optimizer.muon_num_ns_steps)
+    book.add(axis, "all_reduce", gram, blocks * optimizer.muon_num_ns_steps)
 
 
 def _blocks(config: RunConfig, name: str) -> int:

@@ -34,7 +34,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "ep_tp": ("etp",),
     "ep_dp": ("edp",),
-    "intra_ep_dp": ("edp",),
+    "intra_ep_dp": ("edp", "edp_inner"),  # as above
 }
 """The axes of the mesh that stand for a group of Megatron-LM."""
 
