@@ -282,10 +282,14 @@ def test_wrong_settings_are_refused(info: TokenInfo, flags: dict[str, Any], matc
         build((10, 0, 0), info, **{"mock_data": True, **flags})
 
 
-def test_a_tokenizer_without_the_tokens_is_refused() -> None:
+def test_a_tokenizer_without_the_tokens_is_refused(a: str) -> None:
     none = TokenInfo.of(ByteLevelTokenizer(("<eos>", "<pad>")))
     with pytest.raises(UserError, match=r"has no \[CLS\] and no \[SEP\].*BertWordPieceLowerCase"):
-        build((10, 0, 0), none, mock_data=True)
+        build((10, 0, 0), none, data_path=(a,), split="1")
+    said: list[str] = []
+    dataset = build((10, 0, 0), none, said, mock_data=True).train
+    assert dataset is not None and dataset[0]["tokens"][0] == 1
+    assert "made-up tokens 1, 2, 3 stand for [CLS], [SEP], [MASK]" in said[0]
 
 
 def test_a_foreign_token_is_named(tmp_path: Path, info: TokenInfo) -> None:

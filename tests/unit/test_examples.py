@@ -14,7 +14,7 @@ import pytest
 
 from tests.example_scripts import ROOT, run_script, write_recorder
 
-# tests/distributed/test_moe_examples.py has the tiny ones.
+# tests/distributed/test_moe_examples.py and test_bert.py have the tiny ones.
 SCRIPTS = {
     str(path.relative_to(ROOT / "examples"))
     for path in ROOT.glob("examples/*/*.sh")
@@ -36,6 +36,9 @@ PLANS = {
         {"tensor": 8, "pipeline": 8, "data": 16},
         1536 * 2048,
     ),
+    # With BERT's 30,522 pieces, and two that are added.
+    "bert/336m.sh": (336_228_158, {"data": 8}, 1024 * 512),
+    "bert/3.9b.sh": (3_869_086_526, {"tensor": 2, "data": 32}, 1024 * 512),
     "llama3/8b.sh": (8_030_261_248, {"tensor": 4, "data": 2}, 4 * 2**20),
     "llama3/70b.sh": (70_553_706_496, {"tensor": 8, "pipeline": 4, "data": 16}, 4 * 2**20),
     "llama3/405b.sh": (
@@ -66,6 +69,7 @@ SEQUENCES = {
     "llama3": 8192,
     "mixtral": 32768,
     "qwen3_moe": 4096,
+    "bert": 512,
 }
 """Tokens of a sample, by script or folder."""
 PUBLISHED = {

@@ -225,6 +225,8 @@ def test_the_plan_without_data_or_tokenizer_says_so() -> None:
     assert "absent tokens/epoch         ? epochs  nowhere" in text
     assert "vocabulary 50,257 rows" in text and "as a guess" in text
     assert "none named" in report(parse(words), "pretrain_gpt")
+    words = [*words, "--tokenizer-type", "BertWordPieceCase", "--vocab-extra-ids", "100"]
+    assert "vocabulary 29,098 rows" in report(parse(words), "pretrain_gpt")
 
 
 def test_a_world_of_6144_gpus_is_planned_in_seconds() -> None:

@@ -58,7 +58,7 @@ class CorpusBuilder:
         if config.t5.decoder_seq_length is not None:
             self.maker = T5Maker(config, info, seed, self.store, keep_partial, say)
         elif config.bert.masked_words:
-            self.maker = BertMaker(config, info, seed, self.store)
+            self.maker = BertMaker(config, info, seed, self.store, say)
         else:
             self.maker = GPTMaker(config, info, seed, self.store, extra, keep_partial, say)
         self.say = say

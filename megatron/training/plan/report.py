@@ -19,6 +19,8 @@ from megatron.training.plan import pipeline as pipeline_plan
 
 GIB = 2**30
 GPT2_IDS = 50257
+BERT_IDS = {"BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
+"""Pieces of the vocabularies that BERT was published with."""
 CURVE_POINTS = 5
 MOST_STAGES = 16
 """Stages whose layers are listed although all have equally many."""
@@ -84,7 +86,7 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
 
 
 def plan_vocabulary(config: TokenizerConfig, tp: int) -> PlannedVocabulary:
-    """Return the rows that the flags give, or the tokenizer's files, or GPT-2's as a guess."""
+    """Return the rows that the flags give, or the tokenizer's files, or as a guess known ones."""
     if config.vocab_size is not None:
         # A null tokenizer adds the end-of-document id.
         ids = config.vocab_size + (config.tokenizer_type == "NullTokenizer")
@@ -96,14 +98,20 @@ def plan_vocabulary(config: TokenizerConfig, tp: int) -> PlannedVocabulary:
 
 
 def _ids_of_files(config: TokenizerConfig) -> tuple[int, str]:
-    from megatron.core.tokenizers.build import build_tokenizer  # its libraries take time to import
+    # Their libraries take time to import.
+    from megatron.core.tokenizers.build import build_tokenizer
+    from megatron.core.tokenizers.word_piece import ADDED
 
     try:
         return build_tokenizer(config).vocab_size, f"{config.tokenizer_type}"
     except UserError as error:
         if config.padded_vocab_size is not None:
             return config.padded_vocab_size, "--padded-vocab-size"
-        return GPT2_IDS, f"GPT-2's, as a guess, because {error}"
+        pieces = BERT_IDS.get(config.tokenizer_type or "")
+        if pieces is None:
+            return GPT2_IDS, f"GPT-2's, as a guess, because {error}"
+        added = len(ADDED) + (config.vocab_extra_ids or 0)
+        return pieces + added, f"BERT's and {added} more, as a guess, because {error}"
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
