@@ -31,6 +31,9 @@ def _idle_in_model(config: RunConfig) -> dict[str, str]:
         idle |= dict.fromkeys(names, "no --moe-token-dispatcher-type flex")
     if router.capacity_factor is None:
         idle["moe_token_drop_policy"] = "no --moe-expert-capacity-factor"
+    if router.moe_router_score_function != "softmax":
+        why = f"--moe-router-score-function is {router.moe_router_score_function}"
+        idle["moe_router_pre_softmax"] = why
     if not router.moe_router_enable_expert_bias:
         idle["moe_router_bias_update_rate"] = "no --moe-router-enable-expert-bias"
     if router.moe_router_load_balancing_type[0] in LOSS_NAMES and not any(

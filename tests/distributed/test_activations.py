@@ -56,6 +56,9 @@ FLAT = {
     "tp2, ahead": f"{TP2} {ROPE} --mtp-num-layers 2",
     "tp2 sp, ahead": f"{TP2} --sequence-parallel --bf16 {LATENT} --mtp-num-layers 1",
     "tp2, experts": f"{TP2} --num-experts 4",
+    "tp2, bounded": f"{TP2} --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
+    "tp2, bounded SwiGLU": f"{TP2} --num-experts 4 --swiglu --activation-func-clamp-value 7",
+    "tp2, added": f"{TP2} --geglu --glu-linear-offset 1",
     "tp2 sp, experts": f"{TP2} --sequence-parallel --num-experts 4 --bf16 --swiglu "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 48",
     "tp2, latents of experts": f"{TP2} --num-experts 4 --moe-latent-size 24",

@@ -99,16 +99,17 @@ def test_a_half_joins_an_fp32_stream_in_fp32() -> None:
         assert out.dtype == torch.float32 and torch.equal(out, residual + y.float())
 
 
+@pytest.mark.parametrize("bounds", [(None, 0.0), (0.7, 0.0), (0.7, 1.0)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_swiglu_that_keeps_its_input_alone(bias: bool) -> None:
+def test_swiglu_that_keeps_its_input_alone(bias: bool, bounds: tuple[float | None, float]) -> None:
     x = torch.randn(5, 2, 6, dtype=F64, requires_grad=True)
     b = torch.randn(6, dtype=F64, requires_grad=True) if bias else None
     inputs = [x] if b is None else [x, b]
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        got = activation.swiglu_function(x, b)
+        got = activation.swiglu_function(x, b, *bounds)
     assert [t.shape for t in saved] == [x.shape]
-    want = activation.swiglu(x, b)
+    want = activation.swiglu(x, b, *bounds)
     grad = torch.randn_like(got)
     torch.testing.assert_close(got, want)
     pair = [torch.autograd.grad(y, inputs, grad) for y in (got, want)]

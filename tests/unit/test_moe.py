@@ -64,7 +64,10 @@ def by_hand(layer: MoELayer, config: TransformerConfig, x_SBH: Tensor, context: 
             h = h if experts.linear_fc1.bias is None else h + experts.linear_fc1.bias[e]
             if config.mlp.swiglu:
                 gate, value = h.chunk(2)
-                h = torch.nn.functional.silu(gate) * value
+                bound = config.mlp.activation_func_clamp_value
+                if bound is not None:
+                    gate, value = gate.clamp(max=bound), value.clamp(-bound, bound)
+                h = torch.nn.functional.silu(gate) * (value + config.mlp.glu_linear_offset)
             else:
                 h = torch.nn.functional.gelu(h)
             out = experts.linear_fc2.weight[e] @ h
@@ -82,6 +85,7 @@ def by_hand(layer: MoELayer, config: TransformerConfig, x_SBH: Tensor, context: 
         {"bias_gelu_fusion": False},
         {"swiglu": True, "add_bias_linear": False, "moe_router_topk": 3},
         {"bias_gelu_fusion": False, "moe_expert_capacity_factor": 0.6},
+        {"swiglu": True, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
         {"swiglu": True, "moe_latent_size": 4},
     ],
 )
@@ -218,6 +222,7 @@ def test_layers_with_experts_go_by_number_or_pattern() -> None:
             "--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-num-sms 0",
             "--moe-flex-dispatcher-num-sms (0)",
         ),
+        ("--num-experts 4 --activation-func-clamp-value 7", "add --swiglu or --quick-geglu"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"),
         ("--num-experts 4 --moe-router-topk 5", "must not exceed --num-experts (4)"),
         ("--num-experts 4 --moe-latent-size 0", "--moe-latent-size"),
@@ -266,6 +271,8 @@ def test_settings_of_experts_without_experts_are_named() -> None:
     assert any("--moe-grouped-gemm" in line for line in named)
     alone = plan("--num-experts 4 --moe-token-dispatcher-type alltoall")
     assert any("every rank holds all experts" in line for line in alone.lines())
+    sigmoid = plan("--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid")
+    assert any("score-function is sigmoid" in line for line in sigmoid.lines())
     with pytest.raises(UserError):
         TransformerConfig.resolve(num_layers=1, hidden_size=4, num_attention_heads=1, num_experts=0)
 

@@ -15,7 +15,6 @@ GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_to
     [
         ({"moe_router_topk": 0}, "--moe-router-topk (0) must be at least 1"),
         ({"moe_router_topk": 1}, "--moe-router-pre-softmax"),
-        ({**SIGMOID, "moe_router_pre_softmax": True}, "drop it"),
         (BIAS, "sigmoid or sqrtsoftplus, not softmax"),
         ({"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
         ({"moe_router_group_topk": 2}, "needs --moe-router-num-groups"),

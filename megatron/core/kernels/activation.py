@@ -101,10 +101,26 @@ def swiglu_function(
     x: Tensor, bias: Tensor | None = None, clamp: float | None = None, offset: float = 0.0
 ) -> Tensor:
     """Return what `swiglu` returns, saving nothing but the input (torch saves silu(gate) too)."""
+    x = x if bias is None else x + bias
     if clamp is not None or offset:
-        return swiglu(x, bias, clamp, offset)
-    out: Tensor = _SwiGLU.apply(x if bias is None else x + bias)
+        return _BoundedSwiGLU.apply(x, clamp, offset)  # type: ignore[no-any-return]
+    out: Tensor = _SwiGLU.apply(x)
     return out
+
+
+class _BoundedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clamp: float | None, offset: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.clamp, ctx.offset = clamp, offset
+        return gated(silu, x, None, clamp, offset)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = gated(silu, x, None, ctx.clamp, ctx.offset)
+        return *torch.autograd.grad(y, x, grad), None, None
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,9 +62,13 @@ def choose_backends(
     chosen: dict[str, Any] = {
         op: table.select(op, name, device, dtype) for op, name in names.items()
     }
-    activation = config.mlp.activation
+    activation, mlp = config.mlp.activation, config.mlp
+    function = chosen.pop(activation)
+    if mlp.has_bounds:
+        bounds = {"clamp": mlp.activation_func_clamp_value, "offset": mlp.glu_linear_offset}
+        function = partial(function, **bounds)
     return Backends(
-        activation=chosen.pop(activation),
+        activation=function,
         grouped_products=chosen.pop("grouped_products", LOOP),
         permute=chosen.pop("permute", REFERENCE),
         **chosen,
@@ -135,6 +140,9 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
         unfit["attention"] = {"flash_attn": reason, "triton_softmax": reason}
     if config.has_two_stacks:
         unfit["attention"]["flash_attn"] = "it does not know which keys are padding"
+    if config.mlp.has_bounds:
+        reason = "it has no bounds (--activation-func-clamp-value, --glu-linear-offset)"
+        unfit["swiglu"] = {"transformer_engine": reason}
     if config.mla.multi_latent_attention and config.mla.v_head_dim != config.mla.query_size:
         unfit["attention"]["flash_attn"] = (
             f"its values have as many channels as its keys, not --v-head-dim "

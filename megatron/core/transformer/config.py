@@ -86,6 +86,12 @@ class MLPConfig(Config):
     openai_gelu: bool = option(False)
     """Use the tanh approximation of GELU."""
 
+    activation_func_clamp_value: float | None = option(None)
+    """Bound of what a gated unit reads: of the gate from above, of the value on both sides."""
+
+    glu_linear_offset: float = option(0.0)
+    """Added to the value of a gated unit before the gate multiplies it."""
+
     bias_gelu_fusion: bool = option(True, derived="on if linear layers have biases")
     """Compute plain GELU, with the bias before it, in one kernel and by the tanh formula, as
     Megatron-LM's does; off, exactly."""
@@ -113,6 +119,19 @@ class MLPConfig(Config):
         chosen = [flag for flag, value in named.items() if value]
         if len(chosen) > 1:
             raise UserError(f"{' and '.join(chosen)} exclude each other; keep one")
+        check_above(self, 0, "activation_func_clamp_value")
+        if self.has_bounds and not self.is_gated:
+            given = "--activation-func-clamp-value"
+            if self.activation_func_clamp_value is None:
+                given = "--glu-linear-offset"
+            raise UserError(
+                f"{given} is for gated units; add --swiglu or --quick-geglu, or drop it"
+            )
+
+    @property
+    def has_bounds(self) -> bool:
+        """A gated unit clamps what it reads, or adds something to its value."""
+        return self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
 
     @property
     def activation(self) -> str:

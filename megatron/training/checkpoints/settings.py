@@ -43,7 +43,10 @@ CHANGEABLE = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
     "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
+    "moe_flex_dispatcher_num_sms",
     "moe_grouped_gemm",
+    "moe_permute_fusion",
 )
 # Backends and memory are this machine's business, initial values are never used after a load.
 IGNORED = (

@@ -43,9 +43,11 @@ def activation(share: Share, rows: int, inner: int, of: str) -> tuple[Piece, ...
     """
     mlp, size = share.config.model.mlp, share.size
     one = rows * inner * size
-    more = [
-        Piece(f"{of}activation {i}", one, size) for i in range(SAVED_BY_ACTIVATION[mlp.activation])
-    ]
+    count = SAVED_BY_ACTIVATION[mlp.activation]
+    if mlp.has_bounds and mlp.activation != "swiglu":
+        # What is clamped; else the value with what is added to it.
+        count += 1 if mlp.activation_func_clamp_value is None else 2
+    more = [Piece(f"{of}activation {i}", one, size) for i in range(count)]
     wide = Piece(f"{of}fc1 output", one * (2 if mlp.is_gated else 1), size)
     if SAVED_BY_ACTIVATION[mlp.activation] < 0:
         wide = wide._replace(size=0)

@@ -104,11 +104,6 @@ class RouterConfig(Config):
 
     def _check_scores(self) -> None:
         softmax = self.moe_router_score_function == "softmax"
-        if self.moe_router_pre_softmax and not softmax:
-            raise UserError(
-                "--moe-router-pre-softmax is for --moe-router-score-function softmax, not "
-                f"{self.moe_router_score_function}; drop it"
-            )
         if self.moe_router_enable_expert_bias and softmax:
             raise UserError(
                 "--moe-router-enable-expert-bias is for --moe-router-score-function sigmoid or "
