@@ -16,9 +16,8 @@ from megatron.training.verification import equality, outcomes
 from megatron.training.verification.outcomes import Outcome
 from megatron.training.verification.small_run import VOCABULARY
 from megatron.training.verification.worker_pool import RankFailed
-from tests.example_scripts import run_script, write_recorder
 from tests.harness import Pool
-from tests.programs import Rows, assert_rows_equal, launch, metrics
+from tests.programs import assert_rows_equal, launch, metrics
 from tools.verify_layout import closed_form
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -158,30 +157,3 @@ def test_runs_log_save_and_go_on_elsewhere(pool: Pool, tmp_path: Path) -> None:
 def test_settings_of_another_model_are_refused(program: str, given: str, match: str) -> None:
     with pytest.raises(UserError, match=match):
         parse(f"{BASE} {given} --dry-run".split(), program)
-
-
-def train_tiny(pool: Pool, folder: Path, processes: int, *more: str) -> Rows:
-    """Return what a run of the tiny example logs; the ranks are the pool's, not torchrun's."""
-    told = {"PYTHON": write_recorder(folder), "GPUS": str(processes)}
-    exact = ("--fp64", "--adam-eps", "1e-4", "--log-interval", "1")
-    started = run_script("bert/tiny.sh", *exact, *more, **told).stdout.splitlines()
-    log = folder / f"{processes}.jsonl"
-    words = [*started[started.index("pretrain_bert.py") + 1 :], "--metrics-file", str(log)]
-    words += ["--num-workers", "0"]
-    ended = launch(pool, processes, "pretrain_bert", *words, folder=folder)
-    assert [one.code for one in ended] == [0] * processes, ended[0].err
-    return metrics(log)
-
-
-def test_the_tiny_example_trains_on_two_processes_as_on_one(pool: Pool, tmp_path: Path) -> None:
-    some = ("--exit-interval", "8")
-    halves = train_tiny(pool, tmp_path, 2, *some)
-    assert len(halves) == 8
-    whole = train_tiny(pool, tmp_path, 1, "--tensor-model-parallel-size", "1", *some)
-    assert_rows_equal(halves, whole)
-
-
-@pytest.mark.slow
-def test_the_tiny_example_learns(pool: Pool, tmp_path: Path) -> None:
-    losses = [row["lm_loss"] for row in train_tiny(pool, tmp_path, 2)]
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
