@@ -117,4 +117,5 @@ def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
         model.router.loss_weights if routers else {},
         routers,
         model.moe.num_experts or 0,
+        mesh.ep.size if config.logging.log_moe_overload_factor and routers else 0,
     )

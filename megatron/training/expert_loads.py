@@ -34,6 +34,8 @@ class Counted:
     """Numbers of the layers with experts, those of multi-token prediction after the decoder's."""
     experts: int = 0
     losses: tuple[str, ...] = ()
+    ranks: int = 0
+    """That experts are spread over, where it is to be told how uneven they are; 0 for not."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,9 +94,9 @@ def rows(loads: Sequence[Loads]) -> list[list[LayerRow]]:
     """Return what is known of each layer, of each of the iterations, with one copy to the host.
 
     A row has the ``layer``, the ``tokens`` of each expert, how uneven they are (``imbalance``, the
-    largest over the mean), the share of the experts without any (``idle``), that of the choices
-    that full experts ``dropped``, and the auxiliary losses, whose means over the layers are those
-    of the iteration.
+    largest over the mean, and ``overload``, the same of ranks, where it is asked for), the share of
+    the experts without any (``idle``), that of the choices that full experts ``dropped``, and the
+    auxiliary losses, whose means over the layers are those of the iteration.
     """
     if not loads:
         return []
@@ -111,6 +113,9 @@ def _rows(loads: Loads, sums_LX: Tensor) -> list[LayerRow]:
     for number, layer in enumerate(counted.layers):
         row: LayerRow = {"layer": layer, "tokens": counts_LE[number].long().tolist()}
         row |= {name: values[number].item() for name, values in load._asdict().items()}
+        if counted.ranks:
+            of_ranks = counts_LE[number].view(counted.ranks, -1).sum(1)
+            row["overload"] = (of_ranks.max() / of_ranks.mean().clamp(min=1e-9)).item()
         found.append(row | dict(zip(counted.losses, losses_LX[number].tolist(), strict=True)))
     return found
 
@@ -118,15 +123,23 @@ def _rows(loads: Loads, sums_LX: Tensor) -> list[LayerRow]:
 def summary(layers: Sequence[LayerRow]) -> dict[str, float]:
     """Return what the layers of an iteration amount to, under the names of a row of metrics.
 
-    The mean and the largest of the layers' imbalance, and the share of all choices that were
-    dropped: layers make equally many.
+    The mean and the largest of the layers' imbalance, and of the overload of ranks where it is
+    told, and the share of all choices that were dropped: layers make equally many.
     """
     if not layers:
         return {}
     imbalance = [float(row["imbalance"]) for row in layers]  # type: ignore[arg-type]
     dropped = [float(row["dropped"]) for row in layers]  # type: ignore[arg-type]
+    overload = [float(row["overload"]) for row in layers if "overload" in row]  # type: ignore[arg-type]
+    of_ranks = {}
+    if overload:
+        of_ranks = {
+            "expert_overload": sum(overload) / len(layers),
+            "worst_expert_overload": max(overload),
+        }
     return {
         "expert_imbalance": sum(imbalance) / len(layers),
         "worst_expert_imbalance": max(imbalance),
         "dropped_choices": sum(dropped) / len(layers),
+        **of_ranks,
     }

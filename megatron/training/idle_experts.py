@@ -1,6 +1,6 @@
 """Settings of experts and their routers that change nothing in a run, each with the reason."""
 
-from megatron.core.transformer.moe.router_config import LOSS_NAMES
+from megatron.core.transformer.moe.router_config import LOSS_NAMES, RouterConfig
 from megatron.training.config import RunConfig
 
 
@@ -17,7 +17,7 @@ def _idle_in_model(config: RunConfig) -> dict[str, str]:
     if moe.num_experts is None:
         idle = dict.fromkeys((*moe.flatten(), *router.flatten()), "no --num-experts")
         del idle["num_experts"]
-        idle["moe_per_layer_logging"] = "no --num-experts"
+        idle["moe_per_layer_logging"] = idle["log_moe_overload_factor"] = "no --num-experts"
         return idle
     idle, sizes = {}, config.parallel
     if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:
@@ -29,6 +29,13 @@ def _idle_in_model(config: RunConfig) -> dict[str, str]:
     if moe.moe_token_dispatcher_type != "flex":
         names = ("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms")
         idle |= dict.fromkeys(names, "no --moe-token-dispatcher-type flex")
+    if sizes.expert_model_parallel_size == 1:
+        idle["log_moe_overload_factor"] = "--expert-model-parallel-size is 1"
+    return idle | _idle_in_router(router)
+
+
+def _idle_in_router(router: RouterConfig) -> dict[str, str]:
+    idle = dict[str, str]()
     if router.capacity_factor is None:
         idle["moe_token_drop_policy"] = "no --moe-expert-capacity-factor"
     if router.moe_router_score_function != "softmax":

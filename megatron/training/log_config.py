@@ -37,6 +37,10 @@ class LoggingConfig(Config):
     """Log loads of experts and losses of routers of every layer: lines beside the training line,
     tags in TensorBoard and W&B. (The metrics file has them in any case.)"""
 
+    log_moe_overload_factor: bool = option(False)
+    """Log by how much the fullest rank of experts works on more choices than each would under even
+    loads, over an iteration; it depends on --expert-model-parallel-size."""
+
     tensorboard_dir: str | None = option(None, metavar="DIR")
     """Folder for TensorBoard."""
 

@@ -124,6 +124,8 @@ class Objective:
     """Numbers of the layers with routers in the whole model."""
     num_experts: int = 0
     """Of each of those."""
+    expert_ranks: int = 0
+    """That experts are spread over, where it is to be told how uneven their loads are."""
 
     def nominal(self, samples: int, micro_batch_size: int, seq_length: int) -> float:
         """Return the denominator of a global batch in which every token is valid."""

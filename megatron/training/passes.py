@@ -120,7 +120,10 @@ class Passes:
         balanced = tuple(self.objective.balanced) if trains else ()
         counted = Counted()
         if trains:
-            counted = Counted(self.objective.routers, self.objective.num_experts, balanced)
+            objective = self.objective
+            counted = Counted(
+                objective.routers, objective.num_experts, balanced, objective.expert_ranks
+            )
         names = tuple(self.objective.auxiliary)
         return Accumulator(self.mesh, names, balanced, counts=counts, counted=counted)
 

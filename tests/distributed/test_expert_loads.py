@@ -47,6 +47,19 @@ def test_evaluations_are_not_counted(serial: Rows) -> None:
             assert row[loss] == pytest.approx(mean, rel=1e-10)
 
 
+def test_the_fullest_rank_is_told(pool: Pool, tmp_path: Path, serial: Rows) -> None:
+    """Of all experts on one half of them: twice what is even, at most."""
+    layout = f"{EP} 2 {A2A} --log-moe-overload-factor"
+    rows = rows_of(pool, tmp_path / "parts", 2, layout)
+    for row, alone in zip(rows, serial, strict=True):
+        if row.get("split") is not None:
+            continue
+        for layer, same in zip(row["experts"], alone["experts"], strict=True):
+            halves = sum(same["tokens"][: len(same["tokens"]) // 2]), sum(same["tokens"])
+            fullest = max(halves[0], halves[1] - halves[0])
+            assert layer["overload"] == pytest.approx(2 * fullest / halves[1])
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
     [

@@ -111,6 +111,17 @@ LAYOUTS = [
     ),
     (8, f"{TP} 2 {ETP} 1 {EP} 2 {A2A} --use-megatron-fsdp {INSTANCES}"),
     (8, f"{TP} 2 {EP} 4 {A2A} --overlap-grad-reduce --ddp-bucket-size 900"),
+    (4, f"{CP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2 {EP} 2 {A2A}"),
+    (
+        16,
+        f"{TP} 2 --sequence-parallel {CP} 2 {PP} 2 {EP} 2 {ETP} 2 {A2A} "
+        "--use-distributed-optimizer --moe-permute-fusion",
+    ),
+    (
+        16,
+        f"{TP} 2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2 {EP} 4 {ETP} 1 {A2A} "
+        "--data-parallel-sharding-strategy optim_grads --overlap-grad-reduce",
+    ),
 ]
 USUAL = (0, 3, 7, 8)
 """Numbers of the layouts that every run of the tests tries."""

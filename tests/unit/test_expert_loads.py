@@ -160,6 +160,18 @@ ROWS: list[LayerRow] = [
 ]
 
 
+def test_the_fullest_rank_is_told_where_it_is_asked_for() -> None:
+    """Of two ranks with two experts each: 6 of 10 choices are 1.2 of an even share."""
+    counted = Counted((1, 3), 4, (), ranks=2)
+    sums = torch.tensor([[1, 5, 2, 2, 10], [0, 0, 4, 4, 8]], dtype=torch.float64)
+    (layers,) = expert_loads.rows([Loads(counted, sums, 2.0)])
+    assert [row["overload"] for row in layers] == pytest.approx([1.2, 2.0])
+    found = expert_loads.summary(layers)
+    assert found["expert_overload"] == pytest.approx(1.6)
+    assert found["worst_expert_overload"] == pytest.approx(2.0)
+    assert "expert_overload" not in expert_loads.summary(ROWS)
+
+
 def test_layers_are_told_in_file_line_and_board(tmp_path: Path) -> None:
     lines: list[str] = []
     config = LoggingConfig.resolve(moe_per_layer_logging=True)

@@ -285,11 +285,15 @@ def _of_experts(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     def mean(key: str) -> float:
         return math.fsum(row[key] for row in counted) / len(counted)
 
-    return {
+    named = {
         "expert imbalance": mean("expert_imbalance"),
         "worst expert imbalance": mean("worst_expert_imbalance"),
         "dropped choices": mean("dropped_choices"),
     }
+    if "expert_overload" in counted[0]:
+        named["expert overload"] = mean("expert_overload")
+        named["worst expert overload"] = mean("worst_expert_overload")
+    return named
 
 
 def _mean_throughput(rows: Sequence[Mapping[str, Any]], facts: Facts) -> float:

@@ -150,6 +150,9 @@ def expert_tags(row: Row, *, by_layer: bool) -> dict[str, float]:
         "moe/worst_imbalance": row["worst_expert_imbalance"],
         "moe/dropped": row["dropped_choices"],
     }
+    if "expert_overload" in row:  # the names are Megatron-LM's
+        named["moe/avg_overload_factor"] = row["expert_overload"]
+        named["moe/max_overload_factor"] = row["worst_expert_overload"]
     if by_layer:
         for layer in row["experts"]:
             for name, value in layer.items():
