@@ -104,7 +104,9 @@ class RunConfig(Config):
     def stages(self) -> list[Stage]:
         """Return every stage of the pipeline, by position."""
         ranks = self.parallel.pipeline_model_parallel_size
-        return self.pipeline.stages(self.model.all_layers, ranks, self.model.mtp.depths)
+        model = self.model
+        encoder = model.num_layers if model.has_two_stacks else None
+        return self.pipeline.stages(model.all_layers, ranks, model.mtp.depths, encoder)
 
     @property
     def sequence_shares(self) -> int:

@@ -185,18 +185,16 @@ def torch_shards_whole_models(config: RunConfig, origins: Origins) -> None:
         )
 
 
-def stacks_are_held_whole(config: RunConfig, origins: Origins) -> None:
-    """An encoder with a decoder is not cut into stages yet, nor are its sequences."""
-    if not config.model.has_two_stacks:
+def biases_need_all_heads(config: RunConfig, origins: Origins) -> None:
+    """Learned biases are of all heads and a rank's own queries, which no all-to-all trades."""
+    if config.model.position.position_embedding_type != "relative":
         return
-    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-        size = getattr(config.parallel, name)
-        if size > 1:
-            raise UserError(
-                f"{flag(name)} ({size}): an encoder-decoder (--decoder-seq-length) does not have "
-                "this yet; use --tensor-model-parallel-size, and data parallelism with "
-                "--data-parallel-sharding-strategy"
-            )
+    kinds = [kind for kind in config.context.cp_comm_type if "a2a" in kind]
+    if kinds and config.parallel.context_parallel_size > 1:
+        raise UserError(
+            f"--cp-comm-type {kinds[0]} does not go with --position-embedding-type relative; use "
+            "p2p or all_gather"
+        )
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
@@ -211,7 +209,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     sequence_divides,
     context_can_communicate,
     torch_shards_whole_models,
-    stacks_are_held_whole,
+    biases_need_all_heads,
 )
 
 

@@ -7,13 +7,18 @@ serial run's to 1e-10. Samples have unequal lengths and unequal padding.
 from collections.abc import Iterator
 
 import pytest
+from torch import Tensor
 
+from megatron.core import comm
+from megatron.core.comm import Handle
+from megatron.core.mesh import Axis
 from megatron.training.arguments import read_settings
 from megatron.training.config import RunConfig
 from megatron.training.verification import equality
 from megatron.training.verification.layout_words import parse_layout
-from megatron.training.verification.outcomes import Outcome, compare
+from megatron.training.verification.outcomes import Outcome, Share, compare, join
 from megatron.training.verification.small_run import SmallRun
+from tests.distributed.test_layouts import with_dropout
 from tests.harness import Pool
 from tests.outcome_cache import OutcomeCache
 from tools.verify_layout import case
@@ -36,12 +41,31 @@ VARIANTS = {
 }
 LAYOUTS = {
     "learned": """
-        tp2 sp; dp2 optim_grads_params; tp2; dp3; tp4 sp dp2 optim; dp2 torch_fsdp2
+        tp2 sp pp2 cp2; dp2 optim_grads_params; tp2; dp3; tp4 sp dp2 optim; dp2 torch_fsdp2
+        pp2 gpipe; pp2 1f1b; pp3; pp5; pp2 vpp2; pp2 zb-h1; pp2 zb-v
+        pp2 --pipeline-model-parallel-split-rank 1; pp3 --pipeline-model-parallel-split-rank 2
+        pp2 --pipeline-model-parallel-layout 'E|ttt|t|tL'; cp2; cp2 all_gather; cp2 a2a; cp4 a2a+p2p
+        pp2 --decoder-first-pipeline-num-layers 1; tp2 sp cp2 a2a pp2 vpp2 dp2 optim_grads overlap
     """,
-    "relative": "tp2 sp dp2 optim_grads_params overlap; tp4; dp4 optim overlap",
-    "tied": "tp2 sp; dp2 optim_grads",
-    "rotary": "tp2 sp dp2 optim_grads_params; tp2",
-    "parts": "tp2 sp",
+    "relative": """
+        tp2 sp dp2 optim_grads_params overlap; tp4; dp4 optim overlap; cp2; cp4; cp2 all_gather
+        pp2 vpp2; pp3; tp2 sp pp2 cp2 --pipeline-model-parallel-split-rank 1; pp2 zb-v
+        pp2 vpp2 dp2 optim_grads_params overlap
+    """,
+    "tied": """
+        tp2 sp; dp2 optim_grads; pp2 --pipeline-model-parallel-split-rank 1; pp2 vpp2; pp4
+        cp2 pp2 dp2 optim; pp3 zb-h1; pp2 zb-v dp2 optim_grads overlap
+    """,
+    "rotary": "tp2 sp dp2 optim_grads_params; tp2; cp2; pp2 vpp2; tp2 sp cp2 pp2",
+    "parts": "tp2 sp; pp2 cp2; cp2",
+}
+BY_DEFAULT = {
+    ("learned", "pp2 vpp2"),
+    ("learned", "cp2 a2a"),
+    ("relative", "tp2 sp pp2 cp2 --pipeline-model-parallel-split-rank 1"),
+    ("relative", "pp2 vpp2 dp2 optim_grads_params overlap"),
+    ("tied", "pp2 zb-v dp2 optim_grads overlap"),
+    ("rotary", "tp2 sp dp2 optim_grads_params"),
 }
 MATRIX = [
     (variant, text.strip())
@@ -73,10 +97,54 @@ def runs(pool: Pool) -> Iterator[Runs]:
     yield Runs(pool)
 
 
-@pytest.mark.parametrize(("variant", "text"), MATRIX, ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("variant", "text"),
+    [
+        pytest.param(*one, marks=[] if one in BY_DEFAULT else pytest.mark.slow, id="-".join(one))
+        for one in MATRIX
+    ],
+)
 def test_equals_the_serial_run(runs: Runs, variant: str, text: str) -> None:
     config, reference = runs.on(variant, text)
     assert config.model.has_two_stacks and config.data.t5.decoder_seq_length
     outcome, expected = equality.run(runs.pool, case(config)), runs.serial(reference)
     apart = compare(outcome, expected)
     assert apart.largest <= 1e-10, apart
+
+
+def test_the_matrix_is_large() -> None:
+    assert len(set(MATRIX)) == len(MATRIX) >= 16 and set(MATRIX) >= BY_DEFAULT
+
+
+@pytest.mark.parametrize("text", ["pp2 vpp2 dp2", "pp2 --pipeline-model-parallel-split-rank 1"])
+def test_dropout_is_that_of_the_serial_run(runs: Runs, text: str) -> None:
+    """Masks belong to a microbatch and a place, of which both embeddings have one each."""
+    config, reference = (with_dropout(one) for one in runs.on("learned", text))
+    outcome, expected = equality.run(runs.pool, case(config)), runs.serial(reference)
+    assert compare(outcome, expected).largest <= 1e-10
+    assert compare(expected, runs.serial(runs.on("learned", text)[1])).loss > 1e-4
+
+
+def without_sums(rank: int, one: equality.Case, along: str) -> Share:
+    """Train without any all-reduce over one axis."""
+    real = comm.all_reduce
+
+    def broken(x: Tensor, axis: Axis, op: comm.Op = "sum", *, async_op: bool = False) -> Handle:
+        return Handle(None) if axis.name == along else real(x, axis, op, async_op=async_op)
+
+    comm.all_reduce = broken
+    try:
+        return equality.train_on_rank(rank, one)
+    finally:
+        comm.all_reduce = real
+
+
+@pytest.mark.parametrize(
+    ("text", "along", "worst"),
+    [("pp2", "pp", "_relative_pos_emb.weight"), ("cp2", "dp_cp", "")],
+)
+def test_a_sum_that_is_missing_is_found(runs: Runs, text: str, along: str, worst: str) -> None:
+    config, reference = runs.on("relative", text)
+    shares = runs.pool.run(config.process.world_size, without_sums, case(config), along)
+    apart = compare(join(shares), runs.serial(reference))
+    assert apart.gradients > 1e-4 and worst in apart.worst, apart

@@ -11,6 +11,7 @@ from megatron.core.kernels import ring_block
 from megatron.core.kernels.attention import Extras, Packing, Rule, attention_reference
 from megatron.core.kernels.ring_block import (
     BlockAttention,
+    BlockBias,
     Rows,
     Sight,
     finish,
@@ -23,6 +24,7 @@ S, B, N, G, D, E = 12, 2, 4, 2, 4, 3
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=F64)
 # Documents of 5, 1, 6 and of 12 tokens; 2, 6, 4.
 PACKED = Packing(torch.tensor([0, 5, 6, 12, 14, 20, 24], dtype=torch.int32))
+PADDED = torch.arange(S) < torch.tensor([[7], [1]])
 CASES: dict[str, tuple[Rule, Extras]] = {
     "causal": (Rule(scale=0.5), Extras()),
     "full": (Rule(scale=0.5, causal=False), Extras()),
@@ -34,6 +36,8 @@ CASES: dict[str, tuple[Rule, Extras]] = {
     "softcap": (Rule(scale=2.0, softcap=1.5), Extras()),
     "alibi": (Rule(scale=0.5), Extras(alibi_slopes_n=SLOPES)),
     "alibi, full": (Rule(scale=0.5, causal=False), Extras(alibi_slopes_n=SLOPES)),
+    "padded": (Rule(scale=0.5, causal=False), Extras(valid_BT=PADDED)),
+    "padded, causal": (Rule(scale=0.5), Extras(valid_BT=PADDED.flip(1))),
     "softcap alibi": (Rule(scale=2.0, softcap=1.5), Extras(alibi_slopes_n=SLOPES)),
 }
 
@@ -103,12 +107,35 @@ def test_blocks_merge_to_the_whole(case: str, cuts: list[int], with_sink: bool, 
     expected = attention_reference(*inputs[:3], rule, replace(extras, sink_n=sink))
     grad = torch.randn_like(expected)
     expected.backward(grad)
-    sight = Sight(rule, extras.packing, B, S, grad.device)
+    sight = Sight(rule, extras.packing, B, S, grad.device, extras.valid_BT)
     blocks = BlockAttention.of(rule, extras, sight, keep=keep)
     found = in_blocks(blocks, inputs, None if sink is None else sink.detach(), grad, cuts)
     torch.testing.assert_close(found["out"], expected, rtol=1e-12, atol=1e-13)
     for name, x in zip(("q", "k", "v", "sink")[: 3 + with_sink], inputs, strict=False):
         torch.testing.assert_close(found[name], x.grad, rtol=1e-12, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("shape", [(1, N, S, S), (B, N, S, S), (N, S, S), (B, 1, 1, S)])
+def test_a_bias_is_cut_into_blocks(shape: tuple[int, ...], keep: bool) -> None:
+    """Queries are two runs of positions, as a rank of several has them."""
+    rule, inputs = Rule(scale=0.5, causal=False), tensors()
+    bias = torch.randn(shape, dtype=F64, requires_grad=True)
+    expected = attention_reference(*inputs[:3], rule, Extras(bias=bias, valid_BT=PADDED))
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    sight = Sight(rule, None, B, S, grad.device, PADDED)
+    blocks = BlockAttention.of(rule, Extras(), sight, keep=keep)
+    cuts = [0, 4, 12]
+    runs = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    added = BlockBias(bias.detach(), runs, G)
+    found = in_blocks(replace(blocks, bias=added), inputs, None, grad, cuts)
+    torch.testing.assert_close(found["out"], expected, rtol=1e-12, atol=1e-13)
+    for name, x in zip(("q", "k", "v"), inputs, strict=False):
+        torch.testing.assert_close(found[name], x.grad, rtol=1e-12, atol=1e-13, msg=name)
+    assert added.grad is not None
+    own = added.grad.flatten(1, 2).view(shape)
+    torch.testing.assert_close(own, bias.grad, rtol=1e-12, atol=1e-13)
 
 
 def test_probabilities_are_kept_while_there_is_room() -> None:

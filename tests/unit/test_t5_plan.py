@@ -1,9 +1,12 @@
 """An encoder-decoder's flags, and its plan, which is counted from configs alone."""
 
 import pytest
+import torch
 
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.mesh import Mesh
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5 import T5Model, build_stages
+from megatron.core.optimizer import groups
 from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
@@ -15,6 +18,7 @@ SMALL = (
     "--decoder-seq-length 12 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data "
     "--vocab-size 100"
 )
+FOUR = "--dry-run-world-size 4"
 RELATIVE = "--position-embedding-type relative"
 CHOICES = [
     "",
@@ -91,6 +95,43 @@ def test_scripts_plan(script: str) -> None:
     assert "not planned yet for an encoder-decoder" in text and "cross-attention" in text
 
 
+@pytest.mark.parametrize("text", CHOICES)
+@pytest.mark.parametrize("pipeline", ["", "--num-virtual-stages-per-pipeline-rank 2"])
+def test_buffers_of_a_pipeline_are_planned_as_they_are_built(text: str, pipeline: str) -> None:
+    words = f"{text} {pipeline} --pipeline-model-parallel-size 2 --dry-run-world-size 2"
+    run = parsed(words).config
+    for rank in range(2):
+        mine = [run.stages[at] for at in run.placement.positions(rank)]
+        chunks = build_stages(run.model, Mesh.serial(), mine, vocab_size=100, padded_vocab_size=128)
+        built = DataParallel(
+            chunks, Mesh.serial(), torch.float32, group_of=groups.grouping(run.optimizer)
+        ).buffers
+        planned = [plan for plans in accounting.chunk_buffers(run, 128, rank) for plan in plans]
+        tied = not run.model.untie_embeddings_and_output_weights
+        twin = {"output_layer.weight": accounting.TOKEN_VECTORS} if tied else {}
+        assert [[slot.name for slot in buffer.plan.slots] for buffer in built] == [
+            [twin.get(slot.name, slot.name) for slot in plan.slots] for plan in planned
+        ]
+        assert [buffer.plan.size for buffer in built] == [plan.size for plan in planned]
+
+
+def test_an_encoder_on_some_ranks_and_a_decoder_on_others() -> None:
+    words = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank"
+    run = parsed(f"{words} 3 --num-layers 4 --decoder-num-layers 3 --dry-run-world-size 4").config
+    assert [len(stage.layers) for stage in run.stages] == [2, 1, 1, 3]
+    assert "1 to --pipeline-model-parallel-size (4) - 1" in refused(f"{words} 4 {FOUR}")
+    assert "gives 3 rank(s) to the decoder, which has 2" in refused(
+        f"{words} 1 --decoder-num-layers 2 {FOUR}"
+    )
+    assert "keep one" in refused(f"{words} 2 --decoder-last-pipeline-num-layers 1 {FOUR}")
+    assert "one stage on each rank" in refused(
+        f"{words} 2 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 {FOUR}"
+    )
+    alone = SMALL.replace("--decoder-seq-length 12", "")
+    text = refused(f"{words} 2 --num-layers 8 {FOUR}", alone, "pretrain_gpt")
+    assert "there is one stack of layers" in text
+
+
 def test_layers_follow_one_another() -> None:
     assert parsed().config.model.stacks.decoder_num_layers == 3
     assert parsed("--decoder-num-layers 7").config.model.all_layers == 10
@@ -109,6 +150,14 @@ def test_heads_need_not_fill_the_hidden_size() -> None:
         ("--num-experts 4", "--num-experts"),
         ("--position-embedding-type alibi", "--position-embedding-type alibi"),
         ("--window-size 4,4", "--window-size"),
+        (
+            f"{RELATIVE} --context-parallel-size 2 --cp-comm-type a2a --dry-run-world-size 2",
+            "--cp-comm-type a2a",
+        ),
+        (
+            "--context-parallel-size 2 --decoder-seq-length 14 --dry-run-world-size 2",
+            "--decoder-seq-length (14)",
+        ),
         ("--qk-layernorm", "--qk-layernorm"),
         (f"{RELATIVE} --relative-attention-num-buckets 7", "must be even"),
         (f"{RELATIVE} --relative-attention-max-distance 16", "must be above half"),

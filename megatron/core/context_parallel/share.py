@@ -11,6 +11,7 @@ one run of positions (s / 2), D head size, E value head size, X = D + E.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.kernels.attention import Extras, Rule
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.kernels.ring_block import (
     BlockAttention,
+    BlockBias,
     Rows,
     Sight,
     finish,
@@ -133,9 +135,17 @@ def attend(
 ) -> Tensor:
     """Return out_sBnE of this rank's queries over the whole sequence's keys."""
     out_sBnE: Tensor = _Attention.apply(
-        q_sBnD, k_tBgD, v_tBgE, extras.sink_n, rule, extras, exchange
+        q_sBnD, k_tBgD, v_tBgE, extras.sink_n, extras.bias, _Call(rule, extras, exchange)
     )
     return out_sBnE
+
+
+class _Call(NamedTuple):
+    """What a call is told besides its tensors."""
+
+    rule: Rule
+    extras: Extras
+    exchange: Exchange
 
 
 class _Attention(torch.autograd.Function):
@@ -148,39 +158,48 @@ class _Attention(torch.autograd.Function):
         k_tBgD: Tensor,
         v_tBgE: Tensor,
         sink_n: Tensor | None,
-        rule: Rule,
-        extras: Extras,
-        exchange: Exchange,
+        bias: Tensor | None,
+        call: _Call,
     ) -> Tensor:
+        rule, extras, exchange = call
         axis, (s, B, _, D) = exchange.axis, q_sBnD.shape
         whole = s * axis.size
         if k_tBgD.shape[0] != s:
             assert not (rule.causal or rule.window or extras.packing), "keys of another sequence"
-        sight = Sight(rule, extras.packing, B, whole, q_sBnD.device)
+        longest = max(whole, k_tBgD.shape[0] * axis.size)
+        sight = Sight(rule, extras.packing, B, longest, q_sBnD.device, extras.valid_BT)
         keep = any(ctx.needs_input_grad)
         seed = _seed(extras, q_sBnD.device)
         blocks = BlockAttention.of(rule, extras, sight, seed=seed, keep=keep)
+        runs, groups = spans(whole, axis.coordinate, axis.size), k_tBgD.shape[2]
+        if bias is not None:
+            blocks = replace(blocks, bias=BlockBias(bias, runs, groups))
         q_BgrsD = group(q_sBnD, k_tBgD.shape[2]).contiguous()
         share, kv_BgtX, seen = Share(q_BgrsD, D, blocks, axis), fuse(k_tBgD, v_tBgE), Seen()
         exchange.forward(share, kv_BgtX, seen)
-        # Keys of its own position are visible to every query, so that both runs have seen some.
-        parts = [seen[run] for run in spans(whole, axis.coordinate, axis.size)]
+        # Keys of its own position are visible to every query, or all keys are looked at, so that
+        # both runs have seen some.
+        parts = [seen[run] for run in runs]
         for part in parts:
             finish(*part, sink_n)
         out_sBnE = ungroup([out for out, _ in parts], q_sBnD.dtype)
         lse_Bgrs = torch.cat([lse for _, lse in parts], 3)
         kept = blocks.kept.give_up() if blocks.kept is not None else ()
-        ctx.save_for_backward(q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs, *kept)
-        ctx.head_size, ctx.blocks, ctx.exchange = D, blocks, exchange
+        ctx.save_for_backward(q_BgrsD, kv_BgtX, sink_n, bias, out_sBnE, lse_Bgrs, *kept)
+        # The bias is saved, and with it what is saved of a recomputed region.
+        ctx.head_size, ctx.blocks, ctx.exchange = D, replace(blocks, bias=None), exchange
+        ctx.runs = runs
         return out_sBnE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_sBnE,) = grads
-        q_BgrsD, kv_BgtX, sink_n, out_sBnE, lse_Bgrs, *kept = ctx.saved_tensors
+        q_BgrsD, kv_BgtX, sink_n, bias, out_sBnE, lse_Bgrs, *kept = ctx.saved_tensors
         if ctx.blocks.kept is not None:
             ctx.blocks.kept.take_back(kept)
-        share = Share(q_BgrsD, ctx.head_size, ctx.blocks, ctx.exchange.axis)
+        added = None if bias is None else BlockBias(bias, ctx.runs, q_BgrsD.shape[1])
+        blocks = replace(ctx.blocks, bias=added)
+        share = Share(q_BgrsD, ctx.head_size, blocks, ctx.exchange.axis)
         products_sBnE = out_sBnE.to(share.dtype) * grad_out_sBnE
         groups, D, dtype = q_BgrsD.shape[1], share.head_size, q_BgrsD.dtype
         delta_Bgrs = group(products_sBnE.sum(-1, keepdim=True), groups)[..., 0]
@@ -193,7 +212,11 @@ class _Attention(torch.autograd.Function):
         grad_kv_tBgX = grad_kv_BgtX.permute(2, 0, 1, 3).to(dtype)
         grad_k_tBgD, grad_v_tBgE = grad_kv_tBgX[..., :D], grad_kv_tBgX[..., D:]
         grad_q_sBnD = ungroup([grad_q_BgrsD], dtype)
-        return (grad_q_sBnD, grad_k_tBgD, grad_v_tBgE, grad_sink_n, None, None, None)
+        grad_bias = None
+        if added is not None and bias is not None and added.grad is not None:
+            grad_bias = added.grad.flatten(1, 2).view(bias.shape)
+        grads_of = (grad_q_sBnD, grad_k_tBgD, grad_v_tBgE, grad_sink_n, grad_bias)
+        return (*grads_of, None)
 
 
 def _seed(extras: Extras, device: torch.device) -> int:

@@ -16,7 +16,7 @@ g query groups, D head size, E value head size, X channels of several heads.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,20 +43,28 @@ def ulysses_attention(
     attend: AttentionFunction,
 ) -> Tensor:
     """Return what `ring_attention` returns; ``attend`` sees n / a heads of a * s positions."""
-    assert extras.bias is None and extras.query_positions_BS is None
+    assert extras.bias is None and extras.query_positions_BS is None, "refused, or not cut"
     heads = divide(q_sBnD.shape[2], axis.size)
     # The least number of key heads that every rank gets an equal part of; it divides n, as both do.
     copies = math.lcm(k_sBgD.shape[2], axis.size) // k_sBgD.shape[2]
     if copies > 1:
         k_sBgD, v_sBgE = (x.repeat_interleave(copies, 2) for x in (k_sBgD, v_sBgE))
     parts = [_by_rank(x, axis.size) for x in (q_sBnD, k_sBgD, v_sBgE)]
-    together = _Exchanged.apply(torch.cat(parts, -1), axis, to_heads, to_sequence)
-    q, k, v = together.split([x.shape[-1] for x in parts], -1)
+    if q_sBnD.shape[0] == k_sBgD.shape[0]:
+        q, k, v = _exchanged(parts, axis)
+    else:  # keys of another sequence
+        (q,), (k, v) = _exchanged(parts[:1], axis), _exchanged(parts[1:], axis)
     sizes = (q_sBnD.shape[3], k_sBgD.shape[3], v_sBgE.shape[3])
     q, k, v = (x.unflatten(-1, (-1, size)) for x, size in zip((q, k, v), sizes, strict=True))
     out_SBX = attend(q, k, v, rule, _own_heads(extras, axis, heads)).flatten(2)
     out_asBX = _Exchanged.apply(out_SBX, axis, to_sequence, to_heads)
     return out_asBX.movedim(0, 2).reshape(*q_sBnD.shape[:3], -1)  # type: ignore[no-any-return]
+
+
+def _exchanged(parts: list[Tensor], axis: Axis) -> Sequence[Tensor]:
+    """Return [S, B, X] of each part, sent together."""
+    together = _Exchanged.apply(torch.cat(parts, -1), axis, to_heads, to_sequence)
+    return together.split([x.shape[-1] for x in parts], -1)  # type: ignore[no-any-return]
 
 
 def to_heads(x_asBX: Tensor, axis: Axis) -> Tensor:

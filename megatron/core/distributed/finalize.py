@@ -23,9 +23,12 @@ from megatron.core.mesh import Axis, Mesh
 
 def sum_regions(buffers: Iterable[Pieces], mesh: Mesh) -> None:
     """Complete the gradients of regions that several ranks hold parts of, in place."""
+    buffers = list(buffers)
+    # First, since stages have them in different places, and axes may be one group.
     for buffer in buffers:
         if buffer.is_tied:
             _sum(buffer, [(0, buffer.plan.size)], mesh.ends)
+    for buffer in buffers:
         for name in buffer.summed:
             if mesh[name].size > 1:
                 _sum(buffer, buffer.summed_ranges(name), mesh[name])

@@ -37,14 +37,23 @@ KEPT = 2**25
 
 
 class Sight:
-    """Which keys a run of queries sees; bounds are known on the host, so that work is skipped."""
+    """Which keys a run of queries sees; bounds are known on the host, so that work is skipped.
+
+    Padding is not: all of it is looked at, and hidden.
+    """
 
     def __init__(
-        self, rule: Rule, packing: Packing | None, batch: int, sequence: int, device: torch.device
+        self,
+        rule: Rule,
+        packing: Packing | None,
+        batch: int,
+        sequence: int,
+        device: torch.device,
+        valid_BT: Tensor | None = None,
     ) -> None:
         left, right = rule.window or (-1, -1)
         self.left, self.right = left, 0 if rule.causal else right
-        self.sequence, self.device = sequence, device
+        self.sequence, self.device, self._valid_BT = sequence, device, valid_BT
         self._ids_BS: Tensor | None = None
         self._bounds: list[list[int]] = []
         if packing is not None:
@@ -70,7 +79,7 @@ class Sight:
     def hidden(self, queries: range, keys: range) -> list[tuple[slice, Tensor]]:
         """Return (columns, mask) pairs: there the mask's True pairs do not count.
 
-        A mask is [c, columns] or [B, 1, 1, c, columns].
+        A mask is [c, columns] or [B, 1, 1, c or 1, columns].
         """
         parts = []
         # The last query sees least to the left, the first one least to the right.
@@ -88,10 +97,15 @@ class Sight:
             columns_Bw = self._ids_BS[:, keys.start : keys.stop]
             mask_Bcw = rows_Bc[:, :, None] != columns_Bw[:, None, :]
             parts.append((slice(0, len(keys)), mask_Bcw[:, None, None]))
+        if self._valid_BT is not None:
+            padding_Bw = ~self._valid_BT[:, keys.start : keys.stop]
+            parts.append((slice(0, len(keys)), padding_Bw[:, None, None, None]))
         return parts
 
     def blind(self, queries: range, keys: range) -> bool:
         """Return whether some of the queries may see none of the keys."""
+        if self._valid_BT is not None:
+            return True
         if self._ids_BS is not None and not self._one_document(queries, keys):
             return True
         left = self.left >= 0 and queries.stop - 1 - self.left > keys.stop - 1
@@ -125,6 +139,47 @@ class Rows(NamedTuple):
     """Sum of out * grad_out over E."""
     grad_q_BgrcD: Tensor
     """Gradients are added here."""
+
+
+class BlockBias:
+    """What is added to the scores of two runs of queries, for the keys of the whole sample.
+
+    Args:
+        bias: broadcasts to [B, n, c of both runs, T].
+        runs: positions of the queries, in their order.
+        groups: query groups.
+    """
+
+    def __init__(self, bias: Tensor, runs: Sequence[range], groups: int) -> None:
+        wide = bias[(None,) * (4 - bias.dim())]
+        heads = groups if wide.shape[1] > 1 else 1
+        self._bias, self._runs = wide.unflatten(1, (heads, -1)), runs
+        self.grad: Tensor | None = None
+        """Filled by `add`."""
+
+    def part(self, run: range, seen: range) -> Tensor:
+        """Return what is added to the scores of a run, broadcasting to [B, g, r, c, w]."""
+        part: Tensor = self._bias[self._cut(run, seen)]
+        return part
+
+    def add(self, run: range, seen: range, grad_Bgrcw: Tensor) -> None:
+        """Add the gradients of the scores of a run."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self._bias)
+        part = self.grad[self._cut(run, seen)]
+        part += grad_Bgrcw.sum_to_size(part.shape)
+
+    def _cut(self, run: range, seen: range) -> tuple[slice, ...]:
+        first = 0
+        for whole in self._runs:
+            if run.start in whole:
+                first += run.start - whole.start
+                break
+            first += len(whole)
+        whole, rows, columns = self._bias.shape, slice(first, first + len(run)), slice(None)
+        if whole[4] > 1:
+            columns = slice(seen.start, seen.stop)
+        return (slice(None),) * 3 + (rows if whole[3] > 1 else slice(None), columns)
 
 
 class Kept:
@@ -170,13 +225,13 @@ class BlockAttention:
     """Of the dropout; masks also depend on the block's place, and are the same in backward."""
     kept: Kept | None = None
     """Where probabilities are kept for backward; not under a soft cap, whose slope they lack."""
+    bias: BlockBias | None = None
 
     @classmethod
     def of(
         cls, rule: Rule, extras: Extras, sight: Sight, *, seed: int = 0, keep: bool = False
     ) -> "BlockAttention":
-        """Return the blocks of a call; what stands for the whole S x T matrix is not supported."""
-        assert extras.bias is None, "a bias covers the whole sequence"
+        """Return the blocks of a call, without its bias."""
         assert extras.query_positions_BS is None, "cached decoding is not cut over ranks"
         slopes = extras.alibi_slopes_n
         assert slopes is None or not slopes.requires_grad, "ALiBi slopes are constants"
@@ -242,6 +297,8 @@ class BlockAttention:
                 dp.mul_(factor)
             grad_v_BgwE[:, :, columns] += used.transpose(-1, -2) @ grad
             dz = dp.sub_(delta[..., None]).mul_(probs)
+            if self.bias is not None:
+                self.bias.add(run, seen, dz.unflatten(2, (-1, len(run))))
             if slope is not None:
                 dz.mul_(slope)
             grad_q += (dz @ k).mul_(self.rule.scale).view(grad_q.shape)
@@ -279,6 +336,8 @@ class BlockAttention:
         if self.alibi_slopes_n is not None:
             slopes = self.alibi_slopes_n.to(z.dtype).view(*view_Bgrcw.shape[1:3], 1, 1)
             view_Bgrcw.sub_(slopes * self.sight.distance(run, seen).abs())
+        if self.bias is not None:
+            view_Bgrcw.add_(self.bias.part(run, seen))
         for columns, mask in self.sight.hidden(run, seen):
             view_Bgrcw[..., columns].masked_fill_(mask, -torch.inf)
         return z, slope

@@ -107,18 +107,17 @@ class T5Model(nn.Module):
         here, first = self.stage.layers, self.config.num_layers
         encoder = [plan for plan in encoder_plan(self.config) if plan.number in here]
         decoder = [plan for plan in decoder_plan(self.config) if plan.number in here]
-        has_biases = self.config.position.position_embedding_type == "relative"
+        # All ranks of a pipeline hold both, so that they have the same sums over it.
         self.encoder_relative_pos_emb: RelativePositions | None = None
+        self.decoder_relative_pos_emb: RelativePositions | None = None
+        if self.config.position.position_embedding_type == "relative":
+            self.encoder_relative_pos_emb = self._relative(around, bidirectional=True)
+            self.decoder_relative_pos_emb = self._relative(around, bidirectional=False)
         self.encoder: TransformerBlock | None = None
         if encoder:
-            if has_biases:
-                self.encoder_relative_pos_emb = self._relative(around, bidirectional=True)
             self.encoder = TransformerBlock(encoder, first - 1 in here, around)
-        self.decoder_relative_pos_emb: RelativePositions | None = None
         self.decoder: TransformerBlock | None = None
         if decoder or self.stage.is_last:
-            if has_biases and decoder:
-                self.decoder_relative_pos_emb = self._relative(around, bidirectional=False)
             self.decoder = TransformerBlock(decoder, self.stage.is_last, around)
 
     def _relative(self, around: Surroundings, *, bidirectional: bool) -> RelativePositions:
@@ -214,7 +213,8 @@ def build_stages(
 ) -> list[T5Model]:
     """Return this rank's parts of an encoder-decoder, one for each of its stages.
 
-    Where both ends are on this rank and tied, they share one parameter.
+    Where both ends are on this rank and tied, they share one parameter; all share the learned
+    biases.
 
     Args:
         config: the architecture.
@@ -223,6 +223,9 @@ def build_stages(
         settings: further arguments of `T5Model`.
     """
     chunks = [T5Model(config, mesh, stage=stage, **settings) for stage in stages]
+    for chunk in chunks[1:]:
+        chunk.encoder_relative_pos_emb = chunks[0].encoder_relative_pos_emb
+        chunk.decoder_relative_pos_emb = chunks[0].decoder_relative_pos_emb
     if stages[0].is_first and stages[-1].is_last:
         first, last = chunks[0].embedding, chunks[-1].output_layer
         assert first is not None and last is not None

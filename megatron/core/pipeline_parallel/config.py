@@ -6,7 +6,13 @@ from megatron.core.config import Config, check_at_least, check_at_most, option
 from megatron.core.pipeline_parallel.layout import parse_layout
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Schedule, ScheduleName, make_schedule
-from megatron.core.pipeline_parallel.stages import Stage, chunks_per_rank, plan_stages
+from megatron.core.pipeline_parallel.stages import (
+    SPLIT,
+    Stage,
+    chunks_per_rank,
+    plan_stages,
+    split_layout,
+)
 from megatron.core.utils import UserError
 
 MOST_RANKS, MOST_STAGES = 256, 1024
@@ -47,6 +53,11 @@ class PipelineConfig(Config):
 
     account_for_loss_in_pipeline_split: bool = option(False)
     """Give the last stage one layer less."""
+
+    pipeline_model_parallel_split_rank: int | None = option(None)
+    """First rank of an encoder-decoder's decoder; the ranks before it hold the encoder. By default
+    layers of both are shared out evenly, and one rank may hold the end of one and the beginning of
+    the other."""
 
     pipeline_model_parallel_layout: str | None = option(None)
     """Every stage written out: E embedding, t layer, m multi-token prediction, L loss, stages
@@ -127,13 +138,27 @@ class PipelineConfig(Config):
                 return Placement(num_ranks, 2, "v")
         return Placement(num_ranks, chunks)
 
-    def stages(self, num_layers: int, num_ranks: int, mtp_num_layers: int = 0) -> list[Stage]:
+    def stages(
+        self,
+        num_layers: int,
+        num_ranks: int,
+        mtp_num_layers: int = 0,
+        encoder_layers: int | None = None,
+    ) -> list[Stage]:
         """Return every stage of a model, by position.
+
+        Args:
+            num_layers: of the model, without multi-token prediction.
+            num_ranks: along the pipeline.
+            mtp_num_layers: layers of multi-token prediction.
+            encoder_layers: how many of the layers are an encoder's, if there is one with a decoder.
 
         Raises:
             UserError: the layers cannot be split so, or layers of multi-token prediction stand
                 apart from the head, which they need.
         """
+        layout = self._split(num_layers, num_ranks, encoder_layers)
+        layout = layout or self.pipeline_model_parallel_layout
         stages = plan_stages(
             num_layers,
             self.placement(num_layers, num_ranks),
@@ -141,7 +166,7 @@ class PipelineConfig(Config):
             last=self.decoder_last_pipeline_num_layers,
             account_for_embedding=self.account_for_embedding_in_pipeline_split,
             account_for_loss=self.account_for_loss_in_pipeline_split,
-            layout=self.pipeline_model_parallel_layout if num_ranks > 1 else None,
+            layout=layout if num_ranks > 1 else None,
             mtp_num_layers=mtp_num_layers,
         )
         for number, stage in enumerate(stages):
@@ -153,6 +178,42 @@ class PipelineConfig(Config):
                 )
         self._check_ranks(stages, num_layers, num_ranks)
         return stages
+
+    def _split(self, num_layers: int, num_ranks: int, encoder_layers: int | None) -> str | None:
+        """Return the layout in which an encoder's ranks come before its decoder's, if it is asked.
+
+        Raises:
+            UserError: the rank is not between the two, or other flags say how layers are split.
+        """
+        rank = self.pipeline_model_parallel_split_rank
+        if rank is None:
+            return None
+        flag = f"{SPLIT} ({rank})"
+        if encoder_layers is None:
+            raise UserError(
+                f"{flag} parts an encoder from its decoder, and there is one stack of layers; drop "
+                "it (--decoder-first-pipeline-num-layers gives the first rank fewer layers)"
+            )
+        if not 0 < rank < num_ranks:
+            raise UserError(
+                f"{flag} is the first of the decoder's ranks and must be 1 to "
+                f"--pipeline-model-parallel-size ({num_ranks}) - 1; "
+                + ("change it" if num_ranks > 1 else "drop it, or raise the latter")
+            )
+        others = (
+            self.decoder_first_pipeline_num_layers,
+            self.decoder_last_pipeline_num_layers,
+            self.account_for_embedding_in_pipeline_split or None,
+            self.account_for_loss_in_pipeline_split or None,
+            self.pipeline_model_parallel_layout,
+        )
+        if any(value is not None for value in others):
+            raise UserError(
+                f"{flag} and other flags (--pipeline-model-parallel-layout, --decoder-first- or "
+                "-last-pipeline-num-layers, --account-for-...) each say how layers are split; keep "
+                "one"
+            )
+        return split_layout(num_layers, self.placement(num_layers, num_ranks), encoder_layers, rank)
 
     def _check_ranks(self, stages: list[Stage], num_layers: int, num_ranks: int) -> None:
         """Refuse a rank that would hold nothing and only pass activations on."""

@@ -11,6 +11,7 @@ from megatron.core.utils import UserError
 
 SIZE = "--pipeline-model-parallel-size"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+SPLIT = "--pipeline-model-parallel-split-rank"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 ACCOUNT = "--account-for-embedding/loss-in-pipeline-split"
@@ -145,6 +146,31 @@ def chunks_per_rank(
     if stages_per_rank is not None and stages_per_rank < 1:
         raise UserError(f"{PER_RANK} ({stages_per_rank}) must be at least 1")
     return stages_per_rank or 1
+
+
+def split_layout(num_layers: int, placement: Placement, encoder_layers: int, ranks: int) -> str:
+    """Return the layout whose first ranks hold an encoder's layers, and the others a decoder's.
+
+    Raises:
+        UserError: one of them has fewer layers than ranks, or ranks hold several stages.
+    """
+    if placement.num_chunks > 1:
+        raise UserError(
+            f"{SPLIT} ({ranks}) needs one stage on each rank, not {placement.num_chunks}, which go "
+            f"round all ranks; drop it, or give {LAYOUT}"
+        )
+    stages = []
+    for name, layers, held_by in (
+        ("encoder", encoder_layers, ranks),
+        ("decoder", num_layers - encoder_layers, placement.num_ranks - ranks),
+    ):
+        if layers < held_by:
+            raise UserError(
+                f"{SPLIT} ({ranks}) of {_stages(placement)} gives {held_by} rank(s) to the {name}, "
+                f"which has {layers} layer(s); each rank needs one"
+            )
+        stages += ["t" * count for count in _evenly(layers, held_by)]
+    return f"E{'|'.join(stages)}L"
 
 
 def _accounted(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> list[int]:

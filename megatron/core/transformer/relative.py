@@ -5,12 +5,14 @@
 Short distances have a bucket each, longer ones share buckets whose widths grow as a geometric
 series up to ``max_distance``, and all beyond share the last. An encoder has half of the buckets for
 keys after the query; a decoder, which sees none of these, all for keys before it. A stack has one
-table, which all its layers share.
+table, which all its layers share: every rank of a pipeline holds it, and gradients are summed over
+them.
 
 Shapes: S queries and T keys, n heads on this rank, L distances.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,8 @@ class RelativePositions(nn.Module):
         self.axis = mesh.cp
         shape, cut = (self.buckets, num_heads), (mesh.tp.coordinate, mesh.tp.size)
         record = sharding.split(shape, init, 1, *cut, matrix=False)
+        (region,) = record.regions
+        record = replace(record, regions=(replace(region, replicated=("pp",), summed=("pp",)),))
         own = (self.buckets, divide(num_heads, mesh.tp.size))
         self.weight = make_parameter(record, own, mesh, dtype)
 

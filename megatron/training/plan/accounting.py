@@ -25,6 +25,8 @@ from megatron.training.plan import accounting_mla
 
 TOKEN_VECTORS = "embedding.word_embeddings.weight"
 """Name of the embedding, and of a head that is tied to it."""
+BIASES = "_relative_pos_emb"
+"""Ends the names of modules of learned biases by distance."""
 BACKWARD_AND_FORWARD = 3
 """A backward pass multiplies twice as much as the forward: for inputs and for weights."""
 
@@ -159,15 +161,15 @@ class _Ranks(NamedTuple):
 def _stacks(model: TransformerConfig, stage: Stage, ranks: _Ranks) -> Iterator[ParameterShape]:
     """Yield the parameters of a stage's layers, and of the norms at the ends of their stacks."""
     first, plan = model.num_layers if model.has_two_stacks else 0, layer_plan(model)
-    heads = model.attention.num_attention_heads // ranks.tp
-    table = (model.position.relative_attention_num_buckets, heads)
+    if model.position.position_embedding_type == "relative":
+        heads = model.attention.num_attention_heads // ranks.tp
+        table = (model.position.relative_attention_num_buckets, heads)
+        for stack in ("encoder", "decoder"):
+            yield ParameterShape(f"{stack}{BIASES}.weight", table, "position embedding", ("pp",))
     for stack, layers, is_end in (
         ("encoder", [n for n in stage.layers if n < first], first - 1 in stage.layers),
         ("decoder", [n for n in stage.layers if n >= first], stage.is_last),
     ):
-        if layers and model.position.position_embedding_type == "relative":
-            name = f"{stack}_relative_pos_emb.weight"
-            yield ParameterShape(name, table, "position embedding")
         for number in layers:
             yield from _layer(model, f"{stack}.layers.{plan[number].name}", plan[number], ranks)
         if is_end:
@@ -527,7 +529,13 @@ def chunk_parameters(
             expert_ways=expert_ways,
         )
 
-    return [[*of(stages[at])] for at in config.placement.positions(pp_rank)]
+    chunks = [[*of(stages[at])] for at in config.placement.positions(pp_rank)]
+    if len(chunks) == 1:
+        return chunks
+    # Learned biases by distance are one for all chunks.
+    first, *others = chunks
+    first = [replace(p, apart=p.apart or BIASES in p.name) for p in first]
+    return [first, *([p for p in chunk if BIASES not in p.name] for chunk in others)]
 
 
 def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:

@@ -150,6 +150,9 @@ class SmallRun:
             "world_size": layout.world_size,
         }
         layers = self._with_layers(like.num_layers) if like.num_layers else {}
+        if layers and self._user.model.has_two_stacks:  # all of them are laid out
+            decoder = layers["num_layers"] // 2
+            layers |= {"num_layers": layers["num_layers"] - decoder, "decoder_num_layers": decoder}
         values = {**self.values, **layers, **sizes, **layout.values}
         window = self._user.model.attention.window_size
         if window is not None:
