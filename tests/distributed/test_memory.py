@@ -188,3 +188,26 @@ def test_copies_of_what_travels_are_gone_when_it_has_arrived(pool: Pool) -> None
     (planned,) = MemoryPlan(run, 128).ranks()
     for measured in pool.run(2, train, run):
         assert planned.communication / 3 <= measured.communication <= planned.communication
+
+
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{DP4} {EXPERTS} {STATES} --num-distributed-optimizer-instances 2",
+        f"{TP2} --dry-run-world-size 8 --expert-tensor-parallel-size 1 {EXPERTS} {ALL} "
+        "--num-distributed-optimizer-instances 2 --global-batch-size 8",
+        f"{TP2} {EXPERTS} {GRADS} --optimizer muon",
+        f"{DP4} {EXPERTS} {STATES} --optimizer muon",
+    ],
+)
+def test_what_is_kept_of_experts_is_as_planned(pool: Pool, text: str) -> None:
+    """Whatever tokens choose: weights, gradients and states of each rank."""
+    run = config(text)
+    rows = resolve_vocabulary(run.tokenizer, 100, run.parallel.tensor_model_parallel_size)
+    (planned,) = MemoryPlan(run, rows.padded_rows).ranks()
+    for measured in pool.run(run.process.world_size, train, run):
+        assert measured.fixed == planned.fixed

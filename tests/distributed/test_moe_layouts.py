@@ -240,7 +240,7 @@ def test_ckpt_02_runs_log_save_and_go_on_with_experts_elsewhere(pool: Pool, tmp_
     assert printed.count("| seq_load_balancing_loss: ") == 4
     train("parts", 4, f"{PP} 4 --use-distributed-optimizer --exit-interval 1")
     for world, layout, stop in (
-        (4, f"{EP} 2 {A2A} --use-megatron-fsdp {CHECKED}", 2),
+        (4, f"{EP} 2 {A2A} --use-megatron-fsdp {INSTANCES} {CHECKED}", 2),
         (4, f"{TP} 2 {ETP} 1 {EP} 4 --sequence-parallel {CHECKED}", 3),
         (1, "", 4),
     ):
