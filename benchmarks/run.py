@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [NAME ...]
 
-Names: train_step, layouts, precision, preprocess, index_build, kernels, checkpoints.
+Names: train_step, moe, layouts, precision, preprocess, index_build, kernels, checkpoints.
 
 Ratios are taken within one run, so they hold on a busy machine too; absolute figures do not. Each
 script tells by its `--help` what it measures and how.
@@ -31,6 +31,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         commands = {
             "train_step": ["train_step.py", "--size", "S", "M"],
+            "moe": ["moe.py", "--size", "S", "--rounds", "5"],
             "layouts": ["layouts.py", "--size", "M"],
             "precision": ["precision.py"],
             "preprocess": ["preprocess.py", plain_text(folder), "--mb", "90", "--rounds", "2"],

@@ -29,8 +29,10 @@ Step = Callable[[Any, Any], Any]
 GEMM = 2048
 
 
-def megatron(size: Size, arch: str, device: str = "cpu", bf16: bool = False) -> Step:
-    """Return the step that the training loop runs."""
+def megatron(
+    size: Size, arch: str, device: str = "cpu", bf16: bool = False, **choices: Any
+) -> Step:
+    """Return the step that the training loop runs; ``choices`` are the architecture's besides."""
     import torch
     from torch import Tensor
 
@@ -63,7 +65,7 @@ def megatron(size: Size, arch: str, device: str = "cpu", bf16: bool = False) -> 
         max_position_embeddings=size.sequence,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        **(llama if arch == "llama" else {"bias_gelu_fusion": False}),
+        **{**(llama if arch == "llama" else {"bias_gelu_fusion": False}), **choices},
     )
     mesh, precision = Mesh.serial(device), PrecisionConfig.resolve(bf16=bf16)
     dtype = getattr(torch, precision.params_dtype)
@@ -96,21 +98,28 @@ def gemm() -> Step:
     return lambda *_: torch.mm(a, b, out=c)
 
 
-def _contestant(name: str) -> Callable[[Size, str], Step]:
+def _contestant(name: str, size: Size, arch: str) -> Step:
+    if name == "gemm":
+        return gemm()
     if name == "megatron":
-        return megatron
+        return megatron(size, arch)
     from plain_loop import plain
 
-    return plain
+    return plain(size, arch)
 
 
-def work(name: str, size: Size, arch: str, threads: int) -> None:
+def work(
+    build: Callable[[], Step],
+    size: Size,
+    threads: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Serve one contestant: a count on stdin, seconds of each step on stdout."""
     import torch
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    step = gemm() if name == "gemm" else _contestant(name)(size, arch)
+    step = build()
     data = torch.randint(0, size.vocab, (size.batch, size.sequence + 1))
     tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
     first = step(tokens, labels)
@@ -119,17 +128,19 @@ def work(name: str, size: Size, arch: str, threads: int) -> None:
     for line in sys.stdin:
         seconds = []
         for _ in range(int(line)):
-            start = time.perf_counter()
+            start = clock()
             step(tokens, labels)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
         print(json.dumps(seconds), flush=True)
 
 
 class Worker:
-    """A contestant in a process of its own."""
+    """A contestant in a process of its own, which ``script`` serves."""
 
-    def __init__(self, name: str, size: str, arch: str, threads: int) -> None:
-        command = [sys.executable, __file__, "--serve", name, "--size", size, "--arch", arch]
+    def __init__(
+        self, name: str, size: str, threads: int, *options: str, script: str = __file__
+    ) -> None:
+        command = [sys.executable, script, "--serve", name, "--size", size, *options]
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
         self.process = subprocess.Popen(
             [*command, "--threads", str(threads)],
@@ -164,7 +175,8 @@ class Worker:
 def compare(size_name: str, arch: str, threads: int, rounds: int) -> dict[str, float]:
     """Run the rounds of one size and print its row."""
     size = SIZES[size_name]
-    workers = {n: Worker(n, size_name, arch, threads) for n in ("gemm", "plain", "megatron")}
+    names = ("gemm", "plain", "megatron")
+    workers = {name: Worker(name, size_name, threads, "--arch", arch) for name in names}
     times: dict[str, list[float]] = {"plain": [], "megatron": []}
     rates: dict[str, list[float]] = {"plain": [], "megatron": []}
     for _ in range(rounds):
@@ -204,7 +216,8 @@ def main() -> int:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        work(options.serve, SIZES[options.size[0]], options.arch[0], options.threads)
+        name, size, arch = options.serve, SIZES[options.size[0]], options.arch[0]
+        work(lambda: _contestant(name, size, arch), size, options.threads)
         return 0
     print("size   arch threads  plain ms  megatron ms  tokens/s  plain MFU  megatron MFU   ratio")
     rows = {
