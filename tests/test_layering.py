@@ -39,7 +39,7 @@ ALLOWED = {
     "tensor_parallel context_parallel",
     "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
     "transformer pipeline_parallel",
-    "inference": "utils mesh comm rng models",
+    "inference": "utils mesh comm rng transformer models",
 }
 
 

@@ -5,6 +5,10 @@
     tools/generate_text.py --load CHECKPOINTS                  (interactive: one prompt per line)
     torchrun --nproc-per-node 2 tools/generate_text.py --tensor-model-parallel-size 2 --load ...
 
+An encoder-decoder (pretrain_t5.py) fills in the marks of its prompts:
+
+    tools/generate_text.py --load CHECKPOINTS --prompt "To be, or <extra_id_0> to be"
+
 Architecture and tokenizer come from the checkpoint; name the tokenizer's files where they moved.
 Several processes share one copy of the model, in a layout of their own; the first one reads and
 prints.
@@ -149,7 +153,7 @@ def answer(
     """
     repeated = [prompt for prompt in prompts for _ in range(config.num_samples)]
     prints = prints and config.output is None
-    live = prints and len(repeated) == 1 and sys.stdout.isatty()
+    live = prints and len(repeated) == 1 and sys.stdout.isatty() and generator.streams
     if live:
         print(repeated[0], end="", flush=True)
     results = generator.run(
@@ -165,7 +169,7 @@ def answer(
         print()
     for prompt, (text, completion) in zip(repeated, results, strict=True):
         if prints and not live:
-            print(prompt + text)
+            print(generator.shown(prompt, text))
             if len(repeated) > 1:
                 print("-" * 40)
         yield {

@@ -35,7 +35,7 @@ TEXT=(
 )
 if [[ "$DATA" == mock ]]; then
     TEXT=(--mock-data --tokenizer-type ByteLevelTokenizer --vocab-extra-ids 100)
-    TEXT+=(--tokenizer-special-tokens "<pad>" --padded-vocab-size 32128)
+    TEXT+=(--padded-vocab-size 32128)
 fi
 # Documents end to end, of which spans of 3 tokens on average are taken out: targets of 114 tokens.
 TRAINING=(

@@ -19,10 +19,7 @@ MODEL=(
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
 )
 # Made-up tokens count up, so that a span that was taken out follows from its neighbours.
-TEXT=(
-    --mock-data --tokenizer-type ByteLevelTokenizer --vocab-extra-ids 16
-    --tokenizer-special-tokens "<pad>"
-)
+TEXT=(--mock-data --tokenizer-type ByteLevelTokenizer --vocab-extra-ids 16)
 TRAINING=(
     --span-corruption random_spans --mask-prob 0.15 --mean-noise-span-length 3
     --train-iters 100 --micro-batch-size 8 --global-batch-size 16

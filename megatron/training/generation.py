@@ -5,6 +5,7 @@ the matrices of each layer (tensor parallelism) or the layers (pipeline parallel
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ from megatron.core.config import Config, resolve, specs
 from megatron.core.dist_checkpointing.load import load
 from megatron.core.dist_checkpointing.reader import Checkpoint
 from megatron.core.grid import ParallelConfig, place
+from megatron.core.inference.encoder_decoder import Ends, generate_answers
 from megatron.core.inference.engine import Completion, generate
 from megatron.core.inference.sampling import Sampling
 from megatron.core.mesh import Axis, GroupOptions, Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
 from megatron.core.pipeline_parallel.stages import make_stages
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.tokenizers.base import Tokenizer
@@ -51,8 +54,13 @@ _AHEAD = f"{checkpointing.WEIGHTS}mtp."
 class Generator:
     """Text in, text out."""
 
-    model: GPTModel
+    model: Any
     tokenizer: Tokenizer
+
+    @property
+    def streams(self) -> bool:
+        """Return whether what is said goes on where the prompt ends."""
+        return True
 
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's ids; an empty prompt is the start of a document.
@@ -101,12 +109,11 @@ class Generator:
             if stream is not None and token not in stop_tokens:
                 stream(sample, shown[sample].add(token))
 
-        completions = generate(
-            self.model,
+        completions = self._generate(
             prompts,
+            stop_tokens,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop_tokens=stop_tokens,
             seed=seed,
             use_cache=use_cache,
             on_token=on_token,
@@ -115,6 +122,15 @@ class Generator:
             (self.text(prompt, completion), completion)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int], **asked: Any
+    ) -> list[Completion]:
+        return generate(self.model, prompts, stop_tokens=stop_tokens, **asked)
+
+    def shown(self, prompt: str, text: str) -> str:
+        """Return a prompt with what was said of it."""
+        return prompt + text
 
     def text(self, prompt: Sequence[int], completion: Completion) -> str:
         """Return what a completion adds to its prompt, without the token that stopped it.
@@ -142,6 +158,70 @@ class _Decoder:
             return ""
         new, self._length = text[self._length :], len(text)
         return new
+
+
+@dataclass(frozen=True)
+class Filler(Generator):
+    """Text with marks in, the same text with something in their places out.
+
+    Marks are the tokenizer's sentinels by name, ``<extra_id_0>``, ``<extra_id_1>``, ...; the
+    decoder says for each of them what its place held (`core.datasets.span_corruption`).
+    """
+
+    ends_with_eos: bool = False
+    """The encoder's texts end with eos, as those that the model was trained on did."""
+
+    @property
+    def streams(self) -> bool:
+        """Return whether what is said goes on where the prompt ends: it does not."""
+        return False
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the ids that the encoder reads.
+
+        Raises:
+            UserError: the prompt is empty, or has a mark that the tokenizer has no token for.
+        """
+        special, ids = self.tokenizer.special, list[int]()
+        for part in _MARK.split(prompt):
+            number = _MARK.fullmatch(part)
+            if number is None:
+                ids += [int(token) for token in self.tokenizer.encode(part)] if part else []
+            elif int(part[10:-1]) < len(special.sentinels):
+                ids.append(special.sentinels[int(part[10:-1])])
+            else:
+                raise UserError(f"{part}: the model has {len(special.sentinels)} marks")
+        if not ids:
+            raise UserError("an empty prompt: give a text with marks, such as <extra_id_0>")
+        return [*ids, special.eos] if self.ends_with_eos and special.eos is not None else ids
+
+    def stop_tokens(self, words: Sequence[str], at_document_end: bool) -> list[int]:
+        """Return the ids that end what is said."""
+        eos = self.tokenizer.special.eos
+        ends = [eos] if at_document_end and eos is not None else []
+        return ends + super().stop_tokens(words, False)
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int], **asked: Any
+    ) -> list[Completion]:
+        special = self.tokenizer.special
+        begin = special.pad if special.bos is None else special.bos
+        assert begin is not None, "a run's tokenizer has what its decoder begins with"
+        return generate_answers(self.model, prompts, ends=Ends(begin, stop_tokens), **asked)
+
+    def text(self, prompt: Sequence[int], completion: Completion) -> str:
+        """Return what the decoder said, without the token that stopped it."""
+        kept = completion.tokens[:-1] if completion.finish == "stop" else completion.tokens
+        return self.tokenizer.decode(kept)
+
+    def shown(self, prompt: str, text: str) -> str:
+        """Return the prompt with what was said in the places of its marks."""
+        _, *said = _MARK.split(text)
+        spans = dict(zip(said[::2], said[1::2], strict=False))
+        return "".join(spans.get(part, part) for part in _MARK.split(prompt))
+
+
+_MARK = re.compile(r"(<extra_id_\d+>)")
 
 
 @dataclass(frozen=True)
@@ -280,10 +360,12 @@ def open_checkpoint(
         f"loaded {count:,} parameters of iteration {facts['iteration']} from "
         f"{Path(found.folder)} (hash {report.hash})"
     )
-    return Generator(model, tokenizer)
+    if isinstance(model, GPTModel):
+        return Generator(model, tokenizer)
+    return Filler(model, tokenizer, ends_with_eos=stored.get("span_corruption") == "random_spans")
 
 
-def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> GPTModel:
+def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> GPTModel | T5Model:
     """Return this process's part of the model that a stored config describes."""
     config: TransformerConfig = _part(TransformerConfig, stored)
     if config.bert.encoder_alone:
@@ -291,16 +373,17 @@ def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> 
             "the checkpoint is of an encoder alone (pretrain_bert.py), which says masked words and "
             "writes no text; give one of a decoder"
         )
-    if config.has_two_stacks:
+    pipeline = processes.layout.pipeline_model_parallel_size
+    if config.has_two_stacks and pipeline > 1:
         raise UserError(
-            "the checkpoint is of an encoder-decoder, which does not generate text yet; give one "
-            "of pretrain_gpt.py"
+            f"--pipeline-model-parallel-size ({pipeline}): the layers of an encoder-decoder answer "
+            "on one rank; cut them with --tensor-model-parallel-size"
         )
     precision: PrecisionConfig = _part(PrecisionConfig, stored)
     tensor = processes.layout.tensor_model_parallel_size
     layout_rules.check_tensor_heads(config, tensor)
     layout_rules.check_tensor_widths(config, tensor, "of the checkpoint")
-    stages = make_stages(config.num_layers, processes.layout.pipeline_model_parallel_size)
+    stages = make_stages(config.all_layers, pipeline)
     mesh = Mesh.serial(processes.device)
     if processes.world.size > 1:
         mesh = Mesh.create(
@@ -312,7 +395,8 @@ def _build_model(stored: Mapping[str, Any], rows: int, processes: Processes) -> 
     # One token at a time is generated: layers that look further ahead stay out.
     alone = replace(config.mtp, mtp_num_layers=None)
     config = replace(config, attention_backend="auto", mtp=alone)
-    return GPTModel(
+    kind = T5Model if config.has_two_stacks else GPTModel
+    return kind(
         config,
         mesh,
         vocab_size=rows,

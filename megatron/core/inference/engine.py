@@ -74,7 +74,7 @@ def generate(
     texts = [list(prompt) for prompt in prompts]
     completions = [Completion() for _ in texts]
     running = list(range(len(texts)))
-    chooser = _Chooser(model.mesh, sampling or Sampling(), seed, len(texts))
+    chooser = Chooser(model.mesh, sampling or Sampling(), seed, len(texts))
     longest = max(map(len, texts)) + max_new_tokens
     cache = StaticCache(longest, len(texts)) if use_cache else None
     logits_BV = _read(model, texts, cache)
@@ -95,7 +95,7 @@ def generate(
     return completions
 
 
-class _Chooser:
+class Chooser:
     """Chooses tokens on one rank for all."""
 
     def __init__(self, mesh: Mesh, sampling: Sampling, seed: int, samples: int) -> None:

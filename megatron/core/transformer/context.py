@@ -65,3 +65,5 @@ class Encoded:
     """Of the positions that this rank holds."""
     valid_BT: Tensor | None = None
     """Those of whole samples that are no padding, as `Context.valid_BT`."""
+    kept: dict[int, Tensor] | None = None
+    """While text is generated: by layer, what cross-attention has made of it."""

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import Attention, softmax_scale
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.context import Context
+from megatron.core.transformer.context import Context, Encoded
 from megatron.core.transformer.init import inner_init, residual_init
 from megatron.core.transformer.saving import Saving
 from megatron.core.utils import divide
@@ -83,12 +83,23 @@ class CrossAttention(Attention):
         )
 
     def forward(self, x_SBH: Tensor, context: Context) -> Tensor:
-        assert context.encoded is not None, "a decoder with an encoder gets what that gave"
+        encoded = context.encoded
+        assert encoded is not None, "a decoder with an encoder gets what that gave"
+        # Where its queries stand is for self-attention alone, and so is the cache.
+        context = replace(context, cache=None, query_positions_BS=None)
         q_SBnD = self.linear_q(x_SBH).unflatten(2, (-1, self.head_size))
-        kv_TBnX = self.linear_kv(context.encoded.x_TBH).unflatten(2, (-1, 2 * self.head_size))
-        k_TBnD, v_TBnD = kv_TBnX.chunk(2, 3)
+        k_TBnD, v_TBnD = self._keys_and_values(encoded).chunk(2, 3)
         y_SBH: Tensor = self.linear_proj(self._attended(q_SBnD, k_TBnD, v_TBnD, context))
         return y_SBH
+
+    def _keys_and_values(self, encoded: Encoded) -> Tensor:
+        """Return ``[T, B, n, 2 D]``, made once for all tokens where it is kept."""
+        made = None if encoded.kept is None else encoded.kept.get(self.layer)
+        if made is None:
+            made = self.linear_kv(encoded.x_TBH).unflatten(2, (-1, 2 * self.head_size))
+            if encoded.kept is not None:
+                encoded.kept[self.layer] = made
+        return made
 
     def _extras(self, context: Context) -> Extras:
         assert context.encoded is not None
