@@ -5,12 +5,13 @@
     python tools/verify_layout.py FLAGS OF pretrain_gpt.py
 
 A small float64 model with every switch of yours is trained for three iterations on made-up samples,
-by one process and then on each layout by processes of this machine's CPU. One row per layout: the
-largest relative difference to the serial run, of the losses, of every gradient of the first
-iteration, of the gradient norms and of every weight in the end; below it what all ranks together
-move in one iteration along each axis, beside the closed form. Exit code 0: all are equal to 1e-10
-and move what they should; 1: one is not, does not, or failed; 2: the command cannot be carried out,
-or no layout fits the run.
+by one process and then on each layout by processes of this machine's CPU. The flags may be those of
+pretrain_t5.py, which --decoder-seq-length tells, or with --masked-words those of pretrain_bert.py.
+One row per layout: the largest relative difference to the serial run, of the losses, of every
+gradient of the first iteration, of the gradient norms and of every weight in the end; below it what
+all ranks together move in one iteration along each axis, beside the closed form. Exit code 0: all
+are equal to 1e-10 and move what they should; 1: one is not, does not, or failed; 2: the command
+cannot be carried out, or no layout fits the run.
 
 Layouts are words, separated by semicolons:
 
@@ -67,7 +68,12 @@ MOST_OF_ALL = 64
 """Processes: more make thousands of layouts."""
 LONGEST = 1e6
 """Seconds."""
-WORKERS_KNOW = ("pretrain_gpt", "pretrain_bert", "megatron.training.verification.equality")
+WORKERS_KNOW = (
+    "pretrain_gpt",
+    "pretrain_bert",
+    "pretrain_t5",
+    "megatron.training.verification.equality",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

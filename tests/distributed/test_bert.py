@@ -63,6 +63,7 @@ LAYOUTS = [
             (2, f"{CP} 2 --cp-comm-type a2a"),
             (2, f"{CP} 2 --cp-comm-type all_gather"),
             (2, f"{SHARED} optim_grads_params --use-megatron-fsdp"),
+            (2, "--use-torch-fsdp2"),
             (4, f"{SP} {SHARED} optim"),
             (8, f"{SP} {PP} 4"),
         ]

@@ -11,9 +11,9 @@ channels of all heads, the multiply-adds of a layer's forward are:
 
 from collections import Counter
 
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces
 from megatron.training.config import RunConfig
+from megatron.training.plan import stacks
 
 BACKWARD_AND_FORWARD = 3
 """As in `accounting`."""
@@ -21,7 +21,7 @@ BACKWARD_AND_FORWARD = 3
 
 def flops_per_sample(config: RunConfig, padded_rows: int) -> int:
     """Return the operations that training on one sample takes."""
-    model, (_, targets) = config.model, _lengths(config)
+    model, (_, targets) = config.model, stacks.lengths(config)
     adds = sum(sum(layer_multiply_adds(config, plan).values()) for plan in layer_plan(model))
     adds += targets * model.hidden_size * padded_rows
     return round(2 * BACKWARD_AND_FORWARD * adds)
@@ -29,14 +29,14 @@ def flops_per_sample(config: RunConfig, padded_rows: int) -> int:
 
 def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> dict[str, int]:
     """Return the operations on one sample that backward does again, by what makes them again."""
-    model, (_, targets) = config.model, _lengths(config)
+    model, (_, targets) = config.model, stacks.lengths(config)
     recompute, plans = model.recompute, layer_plan(model)
     again: Counter[str] = Counter()
     adds = [layer_multiply_adds(config, plan) for plan in plans]
     if recompute.granularity == "full":
         for stage in config.stages:
-            for layers in stacks_of(model, stage.layers):
-                for number in (n for unit in recompute.units(layers) for n in unit):
+            for unit in stacks.units_made_again(model, stage.layers):
+                for number in unit:
                     again["recomputation"] += round(2 * sum(adds[number].values()))
     else:
         for parts in adds:
@@ -50,18 +50,12 @@ def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> dict[str
     return {part: size for part, size in again.items() if size}
 
 
-def stacks_of(model: TransformerConfig, layers: range) -> tuple[range, range]:
-    """Return which of a stage's layers are the encoder's, and which the decoder's."""
-    first = min(max(model.num_layers, layers.start), layers.stop)
-    return range(layers.start, first), range(first, layers.stop)
-
-
 def layer_multiply_adds(config: RunConfig, plan: LayerPlan) -> dict[str, float]:
     """Return the multiply-adds of a layer's forward for a sample, by part.
 
     The parts have the names of --recompute-modules; ``rest`` is of none.
     """
-    model, (sources, targets) = config.model, _lengths(config)
+    model, (sources, targets) = config.model, stacks.lengths(config)
     hidden = model.hidden_size
     width = model.attention.num_attention_heads * model.attention.kv_channels
     matrices = 3 if model.mlp.is_gated else 2
@@ -77,11 +71,6 @@ def layer_multiply_adds(config: RunConfig, plan: LayerPlan) -> dict[str, float]:
             parts["rest"] += 2 * (sources + targets) * hidden * width
             parts["core_attn"] += 2 * sources * targets * width
         else:
-            tokens = sources if plan.number < model.num_layers else targets
+            tokens = stacks.length(config, plan.number)
             parts["mlp"] += tokens * hidden * model.mlp.ffn_hidden_size * matrices
     return dict(parts)
-
-
-def _lengths(config: RunConfig) -> tuple[int, int]:
-    assert config.data.t5.decoder_seq_length is not None, "a decoder has samples"
-    return config.data.seq_length, config.data.t5.decoder_seq_length

@@ -71,7 +71,7 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
         "learning rate": _learning_rate(config),
         "optimizer groups": _groups(config, vocabulary),
         "operations": _operations(config, vocabulary),
-        "communication": _communication(config, vocabulary),
+        "communication": traffic.lines(config, vocabulary.padded_rows),
         memory: memory_text.lines(
             config, run.origins, vocabulary.padded_rows, run.invocation.dry_run_memory * GIB
         ),
@@ -268,13 +268,6 @@ def _groups(config: RunConfig, vocabulary: PlannedVocabulary) -> Sequence[str]:
     ]
     groups.check_overrides(config.optimizer, [entry.name for entry in entries])
     return groups.describe(entries)
-
-
-def _communication(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
-    if not config.model.has_two_stacks:
-        yield from traffic.lines(config, vocabulary.padded_rows)
-    elif config.process.world_size > 1:
-        yield "not planned yet for an encoder-decoder"
 
 
 def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:

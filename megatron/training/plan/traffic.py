@@ -84,6 +84,18 @@ scatters backward of entries, and all of exits, are t - 1 shifts of N H e / t ea
 embedding aside (through `comm`; torch's own fused operators, which move as much, it cannot
 count).
 
+Of an encoder-decoder N is that of the encoder's text in the encoder's layers, and that of the
+decoder's in its own and in the head. The embedding has a line for each text. Cross-attention in one
+of L'' layers adds to these
+
+    tp              all_reduce      2 m L'' x N H e     exit forward, entry of queries backward
+                    all_reduce      m L'' x N' H e      entry of keys and values, backward
+    tp, sequence    as for the entries and exits of attention, of N and of N' tokens
+    parallel
+
+where N' are the encoder's, and over cp moves what attention does with the keys of N' tokens.
+Between stages travel both texts, N + N'.
+
 Each of K layers of multi-token prediction adds, on the last stage, what a layer, an embedding
 and a head with its cross entropy move. Counts of tokens over cp are 1 + K numbers then, in both
 modes of the loss, and totals K numbers more. L' layers with experts add l + L' (E + 1 + l) numbers

@@ -14,6 +14,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import BlockKind, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
+from megatron.training.plan import stacks
 from megatron.training.plan.traffic_routers import INDEX, add_router
 
 
@@ -97,9 +98,11 @@ class _Stage:
         """Of what is being added: recomputation makes it 2."""
         self.weight = BYTES[config.precision.params_dtype]
         self.total = BYTES[config.precision.accumulation_dtype]
-        share = divide(config.data.seq_length, config.parallel.context_parallel_size)
+        self.texts = stacks.lengths(config)
+        self.tokens = self._tokens(self.texts[-1])
+        """Of what is being added."""
         samples = config.training.micro_batch_size
-        self.tokens = samples * share
+        share = divide(self.tokens, samples)
         pieces = loss_pieces(share, samples, rows, limit=config.model.logits_at_once)
         # As `tensor_split` does: the first ones are longer.
         self.pieces = [samples * (share // pieces + (i < share % pieces)) for i in range(pieces)]
@@ -110,15 +113,19 @@ class _Stage:
     def add(self) -> None:
         """Add what the stage's modules move, in their order."""
         model, stage = self.config.model, self.stage
-        plan, kinds = layer_plan(model), self.config.context.kinds(model.num_layers)
-        if stage.is_first:
-            self._leave()
-        units = model.recompute.units(stage.layers)
+        plan, kinds = layer_plan(model), self.config.context.kinds(model.all_layers)
+        for length in self.texts * stage.is_first:
+            with self._reading(length):
+                self._leave()
+        units = stacks.units_made_again(model, stage.layers)
         if model.recompute.distribute_saved_activations:
-            self._share_inputs(len(units))
+            for unit in units:
+                with self._reading(stacks.length(self.config, unit[0])):
+                    self._share_input()
         whole = {number for unit in units for number in unit}
         for number in stage.layers:
-            with self._again(number in whole):
+            length = stacks.length(self.config, number)
+            with self._reading(length), self._again(number in whole):
                 for sublayer in plan[number].sublayers:
                     self._block(sublayer.kind, kinds[number])
         if stage.is_last:
@@ -141,12 +148,25 @@ class _Stage:
         yield
         self.forwards = before
 
-    def _share_inputs(self, units: int) -> None:
-        """Gather the inputs of units for their second run, of which each rank has kept a share."""
+    def _tokens(self, length: int) -> int:
+        """Return the tokens of a microbatch on a rank, of samples of so many positions."""
+        share = divide(length, self.config.parallel.context_parallel_size)
+        return self.config.training.micro_batch_size * share
+
+    @contextmanager
+    def _reading(self, length: int) -> Iterator[None]:
+        """Count tokens of samples of so many positions."""
+        before = self.tokens
+        self.tokens = self._tokens(length)
+        yield
+        self.tokens = before
+
+    def _share_input(self) -> None:
+        """Gather the input of a unit for its second run, of which each rank has kept a share."""
         tp = self.book.sizes["tp"]
         share = -(-self.tokens * self.config.model.hidden_size // tp)
         size = tp * share * BYTES[self.config.residual_dtype]
-        self.book.add("tp", "all_gather", size, units * self.count * self.trains)
+        self.book.add("tp", "all_gather", size, self.count * self.trains)
 
     def _block(self, kind: BlockKind, context_kind: str) -> None:
         model, modules = self.config.model, self.config.model.recompute.modules
@@ -167,9 +187,14 @@ class _Stage:
                 self._enter(model.mla.qk_pos_emb_head_dim)
         else:
             self._enter_product(model.hidden_size)
+        sources = self.tokens
+        if kind == "cross_attention":  # keys and values are made of what the encoder gave
+            with self._reading(self.texts[0]):
+                self._enter_product(model.hidden_size)
+                sources = self.tokens
         with self._again("core_attn" in modules):
             heads = _heads(model, kind, self.config.parallel.tensor_model_parallel_size)
-            self._attend(context_kind, heads)
+            self._attend(context_kind, heads, sources)
         self._leave_product()
 
     def _experts(self) -> None:
@@ -269,12 +294,13 @@ class _Stage:
 
     # Attention over a sequence's ranks.
 
-    def _attend(self, kind: str, heads: _Heads) -> None:
+    def _attend(self, kind: str, heads: _Heads, sources: int) -> None:
+        """Let queries of this rank's tokens see the keys of ``sources`` tokens of every rank."""
         book, both = self.book, self.count * (self.forwards + self.trains)
         back = self.count * self.trains
         queries = self.tokens * heads.queries * heads.channels
         outputs = self.tokens * heads.queries * heads.values
-        keys = self.tokens * heads.keys * (heads.channels + heads.values)
+        keys = sources * heads.keys * (heads.channels + heads.values)
         cp, inner = book.sizes["cp"], book.sizes["cp_inner"]
         if kind == "all_gather":
             book.add("cp", "all_gather", cp * keys * self.weight, both)
@@ -284,7 +310,10 @@ class _Stage:
         if kind == "a2a" or (kind == "a2a+p2p" and inner > 1):
             axis, ways, ring = ("cp", cp, "") if kind == "a2a" else ("cp_inner", inner, "cp_outer")
             keys *= math.lcm(heads.keys, ways) // heads.keys  # every rank gets a whole head
-            book.add(axis, "all_to_all", (queries + keys) * self.weight, both)
+            # Keys of another text are sent apart, unless they are as many.
+            sent = (queries + keys,) if sources == self.tokens else (queries, keys)
+            for elements in sent:
+                book.add(axis, "all_to_all", elements * self.weight, both)
             book.add(axis, "all_to_all", outputs * self.weight, both)
         if ring:
             hops = book.sizes[ring] - 1
@@ -304,10 +333,8 @@ def _heads(model: TransformerConfig, kind: BlockKind, tp: int) -> _Heads:
 def _transfers(book: Book, config: RunConfig, position: int, count: int, trains: bool) -> None:
     """Add what a stage sends to its neighbours on other ranks, and gets from them."""
     placement = config.placement
-    elements = divide(
-        config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size,
-        config.sequence_shares,
-    )
+    positions = config.training.micro_batch_size * sum(stacks.lengths(config))
+    elements = divide(positions * config.model.hidden_size, config.sequence_shares)
     size, here = elements * BYTES[config.residual_dtype], placement.owner(position)[0]
     for neighbour, forward, backward in (
         (position - 1, "receive", "send"),

@@ -33,7 +33,7 @@ from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-from megatron.training.plan import traffic_torch
+from megatron.training.plan import stacks, traffic_torch
 from megatron.training.plan.accounting import BufferKey, chunk_buffers, shares_of
 from megatron.training.plan.traffic_passes import Book
 
@@ -81,7 +81,7 @@ def add_gathers(
         traffic_torch.add_gathers(book, config, padded_rows, count, trains=trains)
         return
     weights = BYTES[config.precision.params_dtype]
-    again = {f"decoder.layers.{layer}" for layer in _recomputed_early(config, pp_rank)}
+    again = {stacks.name(config.model, layer) for layer in _recomputed_early(config, pp_rank)}
     for plan, uses in _buffers(config, padded_rows, pp_rank):
         assert isinstance(plan.key, BufferKey)
         times = sum(uses)
@@ -123,8 +123,9 @@ def _add_regions(book: Book, config: RunConfig, plan: BufferPlan, coordinate: in
     share = divide(plan.size, shares_of(config, plan))
     if plan.key.tied:
         book.add("ends", "all_reduce", share * size)
-    if "tp" in plan.key.summed:
-        book.add("tp", "all_reduce", share * size)
+    for axis in ("tp", "pp"):
+        if axis in plan.key.summed:
+            book.add(axis, "all_reduce", share * size)
     if "kv_replica" in plan.key.summed:
         # Of each matrix and bias with one group, the rows of a key and a value head are packed.
         spans = plan.shards(coordinate, config.shares)
@@ -158,12 +159,13 @@ def _uses(config: RunConfig, stage: Stage, plan: BufferPlan) -> int:
     if plan.key.unit == "embedding":
         tied = not config.model.untie_embeddings_and_output_weights
         vectors = any(slot.name.startswith("embedding.word") for slot in plan.slots)
-        return int(stage.is_first) + depths + (heads if tied and vectors else 0)
+        texts = len(stacks.lengths(config)) * stage.is_first
+        return texts + depths + (heads if tied and vectors else 0)
     return heads if plan.key.unit == "output_layer" else 1
 
 
 def _recomputed_early(config: RunConfig, pp_rank: int) -> Iterator[int]:
     """Yield the layers that a recomputed unit runs through before its last one."""
     for position in config.placement.positions(pp_rank):
-        for unit in config.model.recompute.units(config.stages[position].layers):
+        for unit in stacks.units_made_again(config.model, config.stages[position].layers):
             yield from unit[:-1]

@@ -14,7 +14,9 @@ their backward, so nothing is gathered for them once more.
 With K depths of multi-token prediction the two ends compute several times, and torch gives their
 weights up in between where it can tell that one use is over (`_uses`): after each forward of a
 module, and in backward after each use whose input needs a gradient, which that of an embedding does
-not. Gradients are summed once all the same, when there is no more to come.
+not. An encoder-decoder's embedding computes twice, once for each text, and is gathered as often
+where the head is not tied to it. Gradients are summed once all the same, when there is no more to
+come.
 """
 
 from collections import Counter
@@ -22,6 +24,7 @@ from collections import Counter
 from megatron.core.distributed.layout import unit_of
 from megatron.core.optimizer.memory import BYTES
 from megatron.training.config import RunConfig
+from megatron.training.plan import stacks
 from megatron.training.plan.accounting import chunk_buffers
 from megatron.training.plan.traffic_passes import Book
 
@@ -58,11 +61,16 @@ def sharing_axis(config: RunConfig) -> str:
 
 
 def _units(config: RunConfig, padded_rows: int) -> Counter[str]:
-    """Return the elements of each unit, padding included; nothing of a head that is tied."""
+    """Return the elements of each unit, padding included; a head that is tied is the embedding's.
+
+    Of it there may be a bias.
+    """
+    tied = not config.model.untie_embeddings_and_output_weights
     elements: Counter[str] = Counter()
     for plan in (plan for chunk in chunk_buffers(config, padded_rows, 0) for plan in chunk):
         for slot, (start, stop) in zip(plan.slots, plan.buckets, strict=True):
-            elements[unit_of(slot.name)] += stop - start
+            unit = unit_of(slot.name)
+            elements["embedding" if tied and unit == "output_layer" else unit] += stop - start
     return elements
 
 
@@ -75,7 +83,8 @@ def _uses(config: RunConfig, unit: str) -> tuple[int, int]:
         left = int(depths > 1)
         return (passes, 1 + left) if again else (1, left)
     if unit == "embedding":
-        return (1 + depths, 1) if again else (1, 0)
+        texts = len(stacks.lengths(config))
+        return (texts + depths, 1) if again else (1, 0)
     if unit == "output_layer":
         return (1 + depths, 1 + depths) if again else (1, depths)
     return (1, int(again))
