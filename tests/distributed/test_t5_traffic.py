@@ -43,15 +43,23 @@ LAYOUTS = [
     (2, f"{TP} 2 --sequence-parallel {PARTS} core_attn layernorm mlp"),
     (2, f"{PP} 2"),
     (2, f"{PP} 2 {ONE_ONE} --bf16"),
-    (2, f"{PP} 2 --pipeline-model-parallel-split-rank 1 {FULL} 2 --fp32-residual-connection"),
+    (
+        2,
+        f"{PP} 2 --pipeline-model-parallel-split-rank 1 {FULL} 2 --bf16 --fp32-residual-connection",
+    ),
     (2, f"{PP} 2 --pipeline-schedule zb-v --encoder-num-layers 2 {ONE_ONE}"),
     (2, f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 --encoder-num-layers 2 {ONE_ONE}"),
     (2, f"{CP} 2 {ONE_ONE} --no-calculate-per-token-loss"),
     (2, f"{CP} 2 --cp-comm-type all_gather --bf16 {PARTS} core_attn"),
     (2, f"{CP} 2 --cp-comm-type a2a"),
     (2, f"{CP} 2 --cp-comm-type a2a p2p all_gather p2p a2a --decoder-seq-length 16"),
-    (4, f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+    (
+        4,
+        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 "
+        "--decoder-seq-length 24",
+    ),
     (4, f"{TP} 2 --sequence-parallel {PP} 2 {SHARED} optim_grads_params {ONE_ONE}"),
+    (4, f"{PP} 2 {SHARED} optim_grads_params {ONE_ONE}"),
     (
         4,
         f"{PP} 2 {SHARED} optim_grads_params --num-virtual-stages-per-pipeline-rank 2 "
@@ -76,13 +84,12 @@ def config_of(world: int, words: str) -> RunConfig:
 def microbatches(config: RunConfig, count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     samples, found = config.training.micro_batch_size, []
-    cp = config.parallel.context_parallel_size
     for _ in range(count):
         batch: Batch = {}
         lengths = {"encoder": config.data.seq_length, "decoder": 0}
         lengths["decoder"] = config.data.t5.decoder_seq_length or 0
         for text, length in lengths.items():
-            shape = (samples, length // cp)
+            shape = (samples, length)
             batch[f"{text}_tokens"] = torch.randint(IDS, shape, generator=generator)
             batch[f"{text}_valid"] = torch.ones(samples, length, dtype=torch.bool)
         batch["labels"] = torch.randint(IDS, shape, generator=generator)

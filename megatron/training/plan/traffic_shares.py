@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks, traffic_torch
-from megatron.training.plan.accounting import BufferKey, chunk_buffers, shares_of
+from megatron.training.plan.accounting import BIASES, BufferKey, chunk_buffers, shares_of
 from megatron.training.plan.traffic_passes import Book
 
 
@@ -86,7 +86,7 @@ def add_gathers(
         assert isinstance(plan.key, BufferKey)
         times = sum(uses)
         if trains:
-            times += len(uses) + (plan.key.unit in again)
+            times += sum(map(bool, uses)) + (plan.key.unit in again)
         if shares_of(config, plan) > 1:
             axis, _ = _sharing_axes(config, plan)
             book.add(axis, "all_gather", plan.size * weights, count * times)
@@ -140,7 +140,10 @@ def _add_regions(book: Book, config: RunConfig, plan: BufferPlan, coordinate: in
 def _buffers(
     config: RunConfig, padded_rows: int, pp_rank: int
 ) -> Iterator[tuple[BufferPlan, list[int]]]:
-    """Yield each buffer of a rank, and how many units of each chunk that uses it do."""
+    """Yield each buffer of a rank, and how many units of each chunk that uses it do.
+
+    Learned biases by distance are in all chunks, also in those without layers of their stack.
+    """
     stages = [config.stages[at] for at in config.placement.positions(pp_rank)]
     for number, plans in enumerate(chunk_buffers(config, padded_rows, pp_rank)):
         for plan in plans:
@@ -148,7 +151,7 @@ def _buffers(
             # Nobody else uses it, but what chunks have in common: that lies apart.
             users = stages if plan.key.alone and not plan.key.tied else stages[number : number + 1]
             uses = [_uses(config, stage, plan) for stage in users]
-            yield plan, [times for times in uses if times]
+            yield plan, [times for times in uses if times or plan.key.unit.endswith(BIASES)]
 
 
 def _uses(config: RunConfig, stage: Stage, plan: BufferPlan) -> int:
@@ -161,6 +164,9 @@ def _uses(config: RunConfig, stage: Stage, plan: BufferPlan) -> int:
         vectors = any(slot.name.startswith("embedding.word") for slot in plan.slots)
         texts = len(stacks.lengths(config)) * stage.is_first
         return texts + depths + (heads if tied and vectors else 0)
+    if plan.key.unit.endswith(BIASES):
+        mine = plan.key.unit == f"decoder{BIASES}"
+        return int(any(stacks.is_decoders(config.model, n) == mine for n in stage.layers))
     return heads if plan.key.unit == "output_layer" else 1
 
 
