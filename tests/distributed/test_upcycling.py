@@ -119,6 +119,29 @@ def test_outputs_are_those_of_the_dense_model(
         torch.testing.assert_close(each, losses, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("experts", ["", f" {SIGMOID}", " --moe-router-dtype fp32"])
+def test_slices_of_a_copy_stay_together_in_half_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
+) -> None:
+    """Logits of two copies are equal for some tokens, and outputs still differ by rounding alone.
+
+    A slice of another copy has other channels: a token without one of its slices is far off. What
+    rounding does is told by copies that are whole.
+    """
+    words = BASE.replace("--fp64", "--bf16").replace("--seq-length 16", "--seq-length 256")
+    monkeypatch.setitem(globals(), "BASE", words)
+    monkeypatch.setitem(globals(), "SHAPE", (8, 256))
+    wide = "--ffn-hidden-size 32 --swiglu --position-embedding-type rope"
+    _, losses = save_dense(tmp_path / "dense", wide)
+    many = f"--moe-use-upcycling --num-experts 16 --moe-router-topk 4{experts}"
+    off = []
+    for slices in (1, 4):
+        size = f"--moe-upcycling-granularity {slices} --moe-ffn-hidden-size {32 // slices}"
+        _, each = load_upcycled(0, 1, f"{wide} {many} {size} --load {tmp_path / 'dense'}")
+        off.append(float((each.float() - losses.float()).abs().max()))
+    assert off[1] < 3 * off[0] + 0.02, off
+
+
 def test_a_run_upcycles_and_goes_on_elsewhere(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from megatron.core.recompute import recompute
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import noise
+from megatron.core.transformer.moe import noise, routing
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.router_config import RouterConfig
 
@@ -137,6 +137,28 @@ def value(routing_weights: Tensor, losses: dict[str, Tensor], config: RouterConf
     return (routing_weights * factors.cos()).sum() + sum(
         weight * losses[name] for name, weight in config.loss_weights.items()
     )
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_of_equal_scores_the_first_experts_are_chosen(groups: bool) -> None:
+    """Python's sort, which is stable, on scores most of which are equal."""
+    topk, taken, size, experts = 8, 2, 16, 64
+    choices = {"moe_router_num_groups": experts // size, "moe_router_group_topk": taken}
+    config = config_of(moe_router_topk=topk, **(choices if groups else {})).router
+    generator = torch.Generator().manual_seed(4)
+    scores_TE = torch.randint(3, (500, experts), generator=generator).float()
+    for scores_E, chosen in zip(
+        scores_TE.tolist(), routing.choose(scores_TE, config).tolist(), strict=True
+    ):
+        allowed = list(range(experts))
+        if groups:
+            blocks = [range(first, first + size) for first in range(0, experts, size)]
+            best = {
+                b: sorted((scores_E[e] for e in b), reverse=True)[: topk // taken] for b in blocks
+            }
+            blocks.sort(key=lambda block: -sum(best[block]))
+            allowed = sorted(e for block in blocks[:taken] for e in block)
+        assert chosen == sorted(allowed, key=lambda e: -scores_E[e])[:topk]
 
 
 @pytest.mark.parametrize("kind", ["all", "some", "a sample without", "none"])

@@ -37,7 +37,7 @@ from megatron.core import comm
 from megatron.core.mesh import Axis
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.moe.router_config import LOSS_NAMES, Z_LOSS, RouterConfig
-from megatron.core.transformer.moe.routing import TINY, scores_of
+from megatron.core.transformer.moe.routing import TINY, best, scores_of
 
 CountsSoFar = Callable[[Tensor], Tensor]
 """From the counts of a microbatch to those of the global batch so far; both end in tokens."""
@@ -97,7 +97,7 @@ def _sums(logits_TE: Tensor, config: RouterConfig, valid_T: Tensor | None, apart
     if config.loss_weights.keys() - {Z_LOSS}:
         shares_TE = probabilities(logits_TE, config)
         shares_RE = summed(shares_TE)
-        best_TK = shares_TE.detach().topk(config.moe_router_topk, -1).indices
+        best_TK = best(shares_TE.detach(), config.moe_router_topk)
         sample_T1 = torch.arange(tokens, device=best_TK.device).unsqueeze(1) % apart
         heap_N = (sample_T1 * experts + best_TK).flatten()
         counted_TK = ones_T1 if valid_T is None else valid_T.to(logits_TE.dtype).unsqueeze(1)

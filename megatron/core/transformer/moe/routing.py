@@ -5,7 +5,8 @@
     sigmoid         weights = sigmoid(chosen logits) / their sum   (DeepSeek-V3, 2412.19437, eq. 13)
     sqrtsoftplus    weights = sqrt(softplus(chosen logits)) / their sum
 
-    chosen = the k largest of score + bias, the bias of an expert (expert_bias) being for this alone
+    chosen = the k largest of score + bias, the bias of an expert (expert_bias) being for this
+             alone; of equal ones those with lower numbers
 
 Sums are of k > 1 terms: a single sigmoid is a weight as it is. A factor multiplies all weights.
 With groups, experts of the few best groups alone are candidates: a group's score is the sum of its
@@ -68,7 +69,7 @@ def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def choose(scores_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Return the experts of each token, experts_TK, int64, best first.
+    """Return the experts of each token, experts_TK, int64, best first; of equals the first.
 
     Args:
         scores_TE: scores with their biases.
@@ -80,9 +81,19 @@ def choose(scores_TE: Tensor, config: RouterConfig) -> Tensor:
         scores_TGe = scores_TE.unflatten(1, (groups, -1))
         best_TG = scores_TGe.topk(config.moe_router_topk // taken, -1).values.sum(-1)
         chosen_TG = torch.zeros_like(best_TG, dtype=torch.bool)
-        chosen_TG.scatter_(1, best_TG.topk(taken, -1).indices, True)
+        chosen_TG.scatter_(1, best(best_TG, taken), True)
         scores_TE = scores_TGe.masked_fill(~chosen_TG.unsqueeze(-1), -torch.inf).flatten(1)
-    return scores_TE.topk(config.moe_router_topk, -1).indices
+    return best(scores_TE, config.moe_router_topk)
+
+
+def best(scores_TX: Tensor, count: int) -> Tensor:
+    """Return where the largest scores of each token stand, int64, best first; of equals the first.
+
+    `torch.topk` leaves open which of equals it takes. Products in half precision are often equal,
+    and those of experts that upcycling made alike always.
+    """
+    order_TX = scores_TX.sort(dim=-1, descending=True, stable=True).indices
+    return order_TX[:, :count].contiguous()
 
 
 def combine_weights(scores_TE: Tensor, experts_TK: Tensor, config: RouterConfig) -> Tensor:
