@@ -5,13 +5,12 @@ counted where it is made (`core/held`), what autograd saves as in `test_activati
 each, and of both at one time, over two iterations: in the first the order of units is learned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core import held, saved_tensors
 from megatron.core.held import Held
 from megatron.core.optimizer.optimizer import Optimizer
@@ -22,10 +21,9 @@ from megatron.training.config import RunConfig
 from megatron.training.plan.gathered import gathered
 from megatron.training.plan.memory import MemoryPlan
 from megatron.training.processes import setup
-from megatron.training.program import Program
 from megatron.training.verification import equality
-from megatron.training.verification.equality import Case
 from tests.harness import Pool
+from tools.verify_layout import case
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
@@ -61,11 +59,6 @@ class Both:
 
 def train(rank: int, run: RunConfig) -> Measured:
     """Train two iterations and return what was there."""
-    program = Program(
-        build_model=pretrain_gpt.build_model,
-        build_datasets=pretrain_gpt.build_datasets,
-        forward_step=pretrain_gpt.forward_step,
-    )
     mesh = setup.connected_mesh(run, torch.device("cpu"))
     built: list[Optimizer] = []
     with pytest.MonkeyPatch.context() as patch, saved_tensors.counting([]) as meter:
@@ -80,7 +73,7 @@ def train(rank: int, run: RunConfig) -> Measured:
         patch.setattr(equality, "build_run_optimizer", build)
         with held.counting() as passing:
             both = Both(meter, passing, patch)
-            equality.train(Case(config=run, program=program, vocabulary=100), mesh)
+            equality.train(replace(case(run), vocabulary=100), mesh)
             assert passing.now == 0
     return Measured(built[0].memory(), meter.most, passing.most, both.most)
 
@@ -150,13 +143,17 @@ EXACT, WITHIN = 0.005, 0.05
 
 def check(pool: Pool, text: str) -> None:
     """Compare what the ranks of a run have with its plan."""
-    run = config(text)
+    check_run(pool, config(text))
+
+
+def check_run(pool: Pool, run: RunConfig, within: float = WITHIN) -> None:
     rows = resolve_vocabulary(run.tokenizer, 100, run.parallel.tensor_model_parallel_size)
     plan = MemoryPlan(run, rows.padded_rows).ranks()
     found = pool.run(run.process.world_size, train, run)
     per_stage = len(found) // len(plan)
     # Gloo's threads may hold what was gathered until they have something else to do: never less.
-    late = max(gathered(run, run.stages[0], 1).values(), default=0)
+    moments = [gathered(run, stage, 1).values() for stage in run.stages]
+    late = max((size for sizes in moments for size in sizes), default=0)
     # A second copy of the logits is planned beside what autograd saves.
     copied = 2 * 64 * rows.padded_rows if run.precision.bf16 else 0
     for stage, planned in enumerate(plan):
@@ -165,7 +162,7 @@ def check(pool: Pool, text: str) -> None:
             assert measured.fixed == planned.fixed
             margin = copied + EXACT * planned.activations
             assert measured.activations == pytest.approx(planned.activations, abs=margin)
-            assert measured.together == pytest.approx(planned.together, rel=WITHIN)
+            assert measured.together == pytest.approx(planned.together, rel=within)
         most = max(measured.communication for measured in mine)
         margin = EXACT * planned.communication
         assert planned.communication - margin <= most <= planned.communication + margin + late
@@ -180,6 +177,43 @@ def test_planned_bytes_are_those_of_a_run(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_planned_bytes_are_those_of_more_runs(pool: Pool, name: str) -> None:
     check(pool, MORE[name])
+
+
+TWO_STACKS = SMALL.replace(
+    "--num-layers 4", "--encoder-num-layers 2 --decoder-num-layers 2 --decoder-seq-length 32"
+)
+RELATIVE = "--position-embedding-type relative"
+OF_TWO_STACKS = {
+    "dp2, all": f"{DP2} {ALL} {OVERLAP}",
+    "tp2 sp dp2, gradients": f"{TP2} --sequence-parallel {GRADS} {RELATIVE} --bf16",
+    "pp2": f"--dry-run-world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
+    f"{RELATIVE}",
+}
+MORE_OF_TWO_STACKS = {
+    "dp2, all, biases": f"{DP2} {ALL} {RELATIVE} --untie-embeddings-and-output-weights",
+    "dp2, all, layers run again": f"{DP2} {ALL} {WHOLE} 2",
+    "pp2 dp2, all": f"{PP2} {ALL} --global-batch-size 8",
+    "pp2 vpp2": "--dry-run-world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
+    f"--num-virtual-stages-per-pipeline-rank 2 {RELATIVE}",
+    "pp2 zb-v": "--dry-run-world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
+    "--pipeline-schedule zb-v",
+    "pp2 zb-h1": "--dry-run-world-size 2 --pipeline-model-parallel-size 2 --global-batch-size 8 "
+    "--pipeline-schedule zb-h1",
+    "cp2": f"--dry-run-world-size 2 --context-parallel-size 2 {RELATIVE}",
+    "cp2, gathered": "--dry-run-world-size 2 --context-parallel-size 2 --cp-comm-type all_gather",
+    "cp2, heads": "--dry-run-world-size 2 --context-parallel-size 2 --cp-comm-type a2a",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OF_TWO_STACKS, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE_OF_TWO_STACKS)],
+)
+def test_planned_bytes_are_those_of_an_encoder_with_a_decoder(pool: Pool, name: str) -> None:
+    text = {**OF_TWO_STACKS, **MORE_OF_TWO_STACKS}[name]
+    # What cross-attention gathers is planned at the fullest moment of its layer, be it another's.
+    run = parse(f"{TWO_STACKS} {text}".split(), "pretrain_t5").config
+    check_run(pool, run, 0.08 if "gathered" in name else WITHIN)
 
 
 def test_copies_of_what_travels_are_gone_when_it_has_arrived(pool: Pool) -> None:

@@ -28,6 +28,9 @@ CHOICES = [
     "--normalization RMSNorm --untie-embeddings-and-output-weights --fp64",
     "--position-embedding-type rope --logits-at-once 1000",
     "--attention-dropout 0 --hidden-dropout 0 --fp32-residual-connection --bf16",
+    "--seq-length 160",
+    "--seq-length 160 --window-size 20,10 --attention-dropout 0",
+    "--seq-length 160 --attention-backend unfused --bf16",
 ]
 
 

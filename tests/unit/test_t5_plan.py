@@ -93,6 +93,7 @@ def test_scripts_plan(script: str) -> None:
     assert config.precision.params_dtype == "float16"
     text = report(run, "pretrain_t5")
     assert "each rank moves" in text and "cross-attention" in text
+    assert "activations" in text and "largest micro-batch that fits" in text
 
 
 @pytest.mark.parametrize("text", CHOICES)

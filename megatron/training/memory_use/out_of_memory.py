@@ -64,7 +64,7 @@ def _lines(use: MemoryUse, where: str, passing: int, error: Exception) -> Iterat
         f"{n} {human_bytes(size)}" for n, size in memory.report(use.mesh.device).items()
     )
     yield f"  held: {_listed({**fixed, 'communication': passing})} ({in_use})"
-    if use.padded_rows is None or use.config.model.has_two_stacks:  # not planned yet
+    if use.padded_rows is None:  # nothing is planned
         return
     left, limit = memory.left(use.mesh.device)
     planned = use.planned[use.mesh.pp.coordinate]

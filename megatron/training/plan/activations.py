@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.training.config import RunConfig
-from megatron.training.plan import saved
+from megatron.training.plan import saved, stacks
 from megatron.training.plan.attention_bytes import Piece
 from megatron.training.plan.ledger import Footprint, Ledger
 from megatron.training.plan.passing import Passing, splits
@@ -47,7 +47,7 @@ def footprint(
         samples: of the microbatch.
         passing: what is there for communication; nothing when absent.
     """
-    share = Share(config, samples)
+    share, texts = Share(config, samples), stacks.lengths(config)
     ledger = Ledger(
         splits(config),
         "embedding" if stage.is_first else "",
@@ -55,9 +55,13 @@ def footprint(
     )
     working = 0
     if stage.is_first:
-        ledger.add(saved.embedding(share))
+        ledger.add(sum(saved.embedding(share.of(length)) for length in texts))
     ledger.add(share.tokens * _rotated(share, stage) * share.main)
-    _layers(ledger, share, stage)
+    if config.model.has_two_stacks:
+        _stacks(ledger, share, stage)
+    else:
+        _layers(ledger, share, stage, stage.layers)
+    share = share.of(texts[-1])
     if stage.is_last:
         rows = padded_rows // share.tp
         logits = share.tokens * rows
@@ -71,7 +75,7 @@ def footprint(
             each = share.size + (copied and share.exponentials)
             working = -(-sequence // pieces) * samples * rows * each
     if not (stage.layers or stage.is_first or stage.is_last):
-        ledger.add(share.residual)  # it hands on what it gets, and keeps it
+        ledger.add(share.of(sum(texts)).residual)  # it hands on what it gets, and keeps it
     return ledger.footprint(working, passing or Passing())
 
 
@@ -87,16 +91,45 @@ def _rotated(share: Share, stage: Stage) -> int:
     return model.position.rotated_channels(model.attention.kv_channels) if rotates else 0
 
 
-def _layers(ledger: Ledger, share: Share, stage: Stage) -> None:
-    """Add the layers of a stage, in units where they are recomputed as a whole."""
+def _stacks(ledger: Ledger, share: Share, stage: Stage) -> None:
+    """Add the layers of an encoder, the norm at its end, and the layers of its decoder.
+
+    What a stage was sent is one piece of memory, which is there until its backward: it stands for
+    the inputs of its first layers, and for what the encoder gave where that is a part of it.
+    """
+    model, texts = share.config.model, stacks.lengths(share.config)
+    encoder, decoder = (share.of(length) for length in texts)
+    first, *others = stacks.of(model, stage.layers) or [range(0)]
+    ends = model.num_layers - 1 in stage.layers
+    if not stage.is_first:
+        ledger.add(share.of(sum(texts)).residual)
+        held = encoder if first and not stacks.is_decoders(model, first[0]) else decoder
+        ledger.add(-held.residual)
+    for layers in (first, *others):
+        is_decoder = bool(layers) and stacks.is_decoders(model, layers[0])
+        text = decoder if is_decoder else encoder
+        if layers:
+            ledger.add(saved.biases(text))
+        if is_decoder:
+            ledger.add(*saved.encoded(encoder, is_made_here=ends or stage.is_first))
+            if others and not stage.is_first:
+                ledger.add(-decoder.residual)
+        _layers(ledger, text, stage, layers)
+        if ends and not is_decoder:
+            ledger.unit = "encoder"
+            ledger.add(sum(piece.size for piece in encoder.norm()))
+
+
+def _layers(ledger: Ledger, share: Share, stage: Stage, layers: range) -> None:
+    """Add layers of a stack, in units where they are recomputed as a whole."""
     model = share.config.model
-    plan, units = layer_plan(model), model.recompute.units(stage.layers)
+    plan, units = layer_plan(model), model.recompute.units(layers)
     if stage.layers and not stage.is_first and _first_input_goes(share, len(units)):
         ledger.add(share.residual)  # the pipeline holds it, for its gradient
     for unit in units:
         _unit(ledger, share, [plan[number] for number in unit])
-    for number in stage.layers[sum(map(len, units)) :]:
-        ledger.unit = f"decoder.layers.{number}"
+    for number in layers[sum(map(len, units)) :]:
+        ledger.unit = stacks.name(model, number)
         if number < model.offload.cpu_offloading_num_layers:
             _moved_layer(ledger, share, plan[number])
         else:
@@ -114,7 +147,8 @@ def _first_input_goes(share: Share, units: int) -> bool:
 
 def _unit(ledger: Ledger, share: Share, layers: Iterable[LayerPlan]) -> None:
     """Add layers that are recomputed together."""
-    found = [_regions_of(share, layer, f"decoder.layers.{layer.number}") for layer in layers]
+    model = share.config.model
+    found = [_regions_of(share, layer, stacks.name(model, layer.number)) for layer in layers]
     given = share.norm()[0]
     shares = share.config.model.recompute.distribute_saved_activations
     size = -(-(given.size // given.item) // share.tp) * given.item if shares else given.size

@@ -57,23 +57,31 @@ class Call:
 
     kernel: Kernel
     samples: int
+    rows: int
+    """Positions of a whole sample's queries."""
     sequence: int
-    """Positions of a whole sample: the keys."""
+    """Those of its keys."""
     heads: Heads
+    causal: bool = True
+    """A query sees no keys after its own position."""
     cp: int = 1
     """Ranks of a ring, which share the positions."""
     left: int = -1
     """Keys before its own that a query sees; -1 is no limit."""
+    right: int = -1
+    """Keys after its own, where these are seen at all."""
     softcap: bool = False
     dropout: bool = False
     packed: bool = False
+    padded: bool = False
+    """Keys of each sample that are padding are hidden."""
     biased: bool = False
-    """ALiBi adds to the scores."""
+    """ALiBi, or biases that were learned, add to the scores."""
 
     @property
     def queries(self) -> int:
         """Queries of all heads."""
-        return self.samples * self.sequence // self.cp * self.heads.heads
+        return self.samples * self.rows // self.cp * self.heads.heads
 
     @property
     def keys(self) -> int:
@@ -81,8 +89,23 @@ class Call:
         return self.samples * self.sequence // self.cp * self.heads.groups
 
 
+class Texts(NamedTuple):
+    """What attends to what, in positions of a whole sample."""
+
+    queries: int
+    keys: int
+    causal: bool
+    biased: bool = False
+    """Learned biases are added; the model keeps them for all layers."""
+
+
 def saved(
-    config: RunConfig, layer: int, samples: int, heads: Heads, given: Sequence[Piece]
+    config: RunConfig,
+    layer: int,
+    samples: int,
+    heads: Heads,
+    given: Sequence[Piece],
+    texts: Texts | None = None,
 ) -> Iterator[Piece]:
     """Yield what the op keeps, without its output where that is the next projection's input.
 
@@ -92,13 +115,17 @@ def saved(
         samples: of the microbatch.
         heads: that go in.
         given: what queries, keys and values lie in.
+        texts: of an encoder-decoder's layer; the one text when absent.
     """
     size, main = BYTES[config.precision.params_dtype], BYTES[config.precision.accumulation_dtype]
-    call, is_exchanged = _call(config, layer, samples, heads)
+    call, is_exchanged = _call(config, layer, samples, heads, texts)
     q, k = call.queries * heads.channels, call.keys * heads.channels
     v, out = call.keys * heads.values, call.queries * heads.values
     if is_exchanged:
         given = [Piece("exchanged", (q + k + v) * size, size)] * 3
+        if call.rows != call.sequence:  # keys of another text are sent apart
+            pairs = Piece("exchanged keys", (k + v) * size, size)
+            given = [Piece("exchanged", q * size, size), pairs, pairs]
         if call.kernel in ("ring", "fused"):
             yield Piece("output before its exchange", out * size, size)
     # Where elements need not be converted, views are kept as they come.
@@ -112,7 +139,8 @@ def saved(
         yield from given[1:] if size == main else _copies(main, keys=k, values=v)
     else:  # keys and values are repeated for every head
         yield from given[:1] if size == main else _copies(main, queries=q)
-        yield from _copies(main, keys=q, values=out)
+        repeats = call.heads.heads // call.heads.groups
+        yield from _copies(main, keys=k * repeats, values=v * repeats)
     if call.kernel in ("ring", "fused"):
         yield Piece("sums of exponentials", call.queries * main, main)
     if call.kernel == "blocked" and config.model.offload.is_on:  # each is moved or not by its size
@@ -135,33 +163,42 @@ def _score_tiles(call: Call, main: int) -> Iterator[Piece]:
         together = 1
     for first in range(0, call.samples, together):
         rows = min(together, call.samples - first) * call.heads.heads
-        for start, tile, _ in _queries(call):
-            low = max(0, start - call.left) if call.left >= 0 else 0
-            size = rows * tile * (start + tile - low) * main
+        for start, tile in _queries(call):
+            low, high = _seen(call, start, tile)
+            size = rows * tile * (high - low) * main
             for name in ("scores",) * keeps + ("factors",) * call.dropout:
                 yield Piece(f"{name} {first} {start}", size, main)
 
 
-def _call(config: RunConfig, layer: int, samples: int, heads: Heads) -> tuple[Call, bool]:
+def _call(
+    config: RunConfig, layer: int, samples: int, heads: Heads, texts: Texts | None
+) -> tuple[Call, bool]:
     """Return the attention of a layer, and whether an all-to-all brings its heads together."""
     model, cp = config.model, config.parallel.context_parallel_size
     attention, window = model.attention, model.attention.layer_window(layer)
     alibi = model.position.position_embedding_type == "alibi"
-    packed = config.data.reset_attention_mask
+    # An encoder alone has padding as a document of its own.
+    packed = config.data.reset_attention_mask or model.bert.encoder_alone
+    length = config.data.seq_length
+    whole = texts or Texts(length, length, causal=not model.bert.encoder_alone)
     call = Call(
         kernel=_kernel(config, window is not None and not (alibi or packed)),
         samples=samples,
-        sequence=config.data.seq_length,
+        rows=whole.queries,
+        sequence=whole.keys,
         heads=heads,
+        causal=whole.causal,
         left=window[0] if window else -1,
+        right=window[1] if window else -1,
         softcap=attention.attention_softcap is not None,
         dropout=attention.attention_dropout > 0,
         packed=packed,
-        biased=alibi,
+        padded=texts is not None,
+        biased=alibi or whole.biased,
     )
     if cp == 1:
         return call, False
-    kind = config.context.kinds(model.num_layers)[layer]
+    kind = config.context.kinds(model.all_layers)[layer]
     inner, outer = 1, cp
     if kind == "a2a":
         inner, outer = cp, 1
@@ -186,14 +223,14 @@ def _kernel(config: RunConfig, only_window: bool) -> Kernel:
 
 def _scores(call: Call, size: int, main: int) -> int:
     """Return what is of the size of a matrix of scores."""
-    square, heads = call.sequence * call.sequence, call.heads.heads
+    square, heads = call.rows * call.sequence, call.heads.heads
     if call.kernel == "fused":  # a mask, where the op has no words for what is hidden or added
-        samples = call.samples if call.packed else 1
-        is_masked = call.packed or call.biased
+        samples = call.samples if call.packed or call.padded else 1
+        is_masked = call.packed or call.padded or call.biased
         return samples * (heads if call.biased else 1) * square * size if is_masked else 0
     if call.kernel == "reference":  # also a mask of a byte
         matrices = 2 + call.dropout + call.softcap
-        hidden = square * (call.samples if call.packed else 1)
+        hidden = square * (call.samples if call.packed or call.padded else 1)
         return matrices * call.samples * heads * square * main + hidden
     pairs, rows = _tiles(call)
     if call.kernel == "ring":
@@ -209,24 +246,34 @@ def _scores(call: Call, size: int, main: int) -> int:
 def _tiles(call: Call) -> tuple[int, int]:
     """Return the scores in the tiles of a call, and their rows."""
     pairs = rows = 0
-    for first, tile, run in _queries(call):
-        low = max(0, first - call.left) if call.left >= 0 else 0
-        pairs += tile * (first + tile - low)
+    run = call.sequence // (2 * call.cp)
+    for first, tile in _queries(call):
+        low, high = _seen(call, first, tile)
+        pairs += tile * (high - low)
         # In a ring every run of keys is a block with tiles of its own.
-        blocks = (first + tile - 1) // run - low // run + 1 if call.kernel == "ring" else 1
+        blocks = (high - 1) // run - low // run + 1 if call.kernel == "ring" else 1
         rows += tile * blocks
     return pairs * call.samples * call.heads.heads, rows * call.samples * call.heads.heads
 
 
-def _queries(call: Call) -> Iterator[tuple[int, int, int]]:
-    """Yield (first query, queries, positions in a run) of each tile."""
+def _seen(call: Call, first: int, tile: int) -> tuple[int, int]:
+    """Return the range of keys that a tile of queries looks at."""
+    low = max(0, first - call.left) if call.left >= 0 else 0
+    if call.causal:
+        return low, first + tile
+    high = first + tile + call.right if call.right >= 0 else call.sequence
+    return low, min(high, call.sequence)
+
+
+def _queries(call: Call) -> Iterator[tuple[int, int]]:
+    """Yield (first query, queries) of each tile."""
     if call.kernel != "ring":
-        starts, run, most = [0], call.sequence, TILE
+        starts, run, most = [0], call.rows, TILE
     else:
-        run = call.sequence // (2 * call.cp)
+        run, keys = (length // (2 * call.cp) for length in (call.rows, call.sequence))
         # Of the last rank, whose window is cut short nowhere; without one all see equally much.
         starts = [(call.cp - 1) * run, call.cp * run]
-        most = min(TILE, max(RING_SCORES // (call.samples * call.heads.heads * run), 8))
+        most = min(TILE, max(RING_SCORES // (call.samples * call.heads.heads * keys), 8))
     for start in starts:
         for first in range(start, start + run, most):
-            yield first, min(most, start + run - first), run
+            yield first, min(most, start + run - first)

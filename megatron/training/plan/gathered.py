@@ -23,23 +23,25 @@ from collections.abc import Mapping
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training.config import RunConfig
+from megatron.training.plan import stacks
+from megatron.training.plan.accounting import BIASES
 from megatron.training.plan.passing import units
 from megatron.training.plan.share import Share
 
 
 def gathered(config: RunConfig, stage: Stage, samples: int) -> dict[str, int]:
     """Return the bytes that a microbatch of ``samples`` has gathered at one time, by unit."""
-    share, model, sizes = Share(config, samples), config.model, config.axis_sizes
+    model, sizes, texts = config.model, config.axis_sizes, stacks.lengths(config)
+    share = Share(config, samples, texts[-1])
     found: dict[str, int] = {}
-    whole = share.tokens * model.hidden_size if sizes["tp"] > 1 else 0
+    names = {stacks.name(model, n): share.of(stacks.length(config, n)) for n in stage.layers}
+    width = model.hidden_size if sizes["tp"] > 1 else 0
     if config.parallel.sequence_parallel:
-        found = dict.fromkeys(units(stage), whole * share.size)
-        if "embedding" in found:
-            found["embedding"] = whole * share.wide
-    plan, kinds = layer_plan(model), config.context.kinds(model.num_layers)
-    layers = {f"decoder.layers.{n}": (plan[n], kinds[n]) for n in stage.layers}
+        found = _joined(share, stage, width)
+    plan, kinds = layer_plan(model), config.context.kinds(model.all_layers)
+    layers = {stacks.name(model, n): (plan[n], kinds[n]) for n in stage.layers}
     if model.recompute.distribute_saved_activations:
-        found |= dict.fromkeys(layers, whole * share.wide)
+        found |= {name: here.tokens * width * share.wide for name, here in names.items()}
     for depth in range(stage.num_mtp_layers):
         layers[f"mtp.layers.{depth}"] = (mtp_layer_plan(model, depth), kinds[depth])
     ranks = sizes["etp_ep"]
@@ -51,7 +53,39 @@ def gathered(config: RunConfig, stage: Stage, samples: int) -> dict[str, int]:
                 found[name] = max(found.get(name, 0), ranks * own)
     if sizes["cp"] > 1:
         for name, (layer, kind) in layers.items():
-            found[name] = max(found.get(name, 0), _exchanged(share, layer, kind, sizes))
+            reads = _reads(share, layer) if name in names else [share]
+            size = max(_exchanged(one, layer, kind, sizes) for one in reads)
+            found[name] = max(found.get(name, 0), size)
+    return found
+
+
+def _joined(share: Share, stage: Stage, width: int) -> dict[str, int]:
+    """Return the bytes that units gather of the shares of sequence parallelism.
+
+    Args:
+        share: of the text that the head reads.
+        stage: what the chunk owns.
+        width: of hidden states.
+    """
+    model, plan = share.config.model, layer_plan(share.config.model)
+    layers = {stacks.name(model, n): _reads(share, plan[n]) for n in stage.layers}
+    found = {
+        unit: max(one.tokens for one in layers.get(unit, [share])) * width * share.size
+        for unit in units(model, stage)
+        if not unit.endswith(BIASES)
+    }
+    if "embedding" in found:
+        longest = share.of(max(stacks.lengths(share.config)))
+        found["embedding"] = longest.tokens * width * share.wide
+    return found
+
+
+def _reads(share: Share, layer: LayerPlan) -> list[Share]:
+    """Return the texts that a layer reads: cross-attention's keys are made of the encoder's."""
+    config = share.config
+    found = [share.of(stacks.length(config, layer.number))]
+    if any(sublayer.kind == "cross_attention" for sublayer in layer.sublayers):
+        found.append(share.of(stacks.lengths(config)[0]))
     return found
 
 

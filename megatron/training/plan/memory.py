@@ -17,7 +17,7 @@ from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer import memory
 from megatron.core.utils import divisors
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, activations, passing, peaks, sums
+from megatron.training.plan import accounting, activations, passing, peaks, stacks, sums
 from megatron.training.plan import pipeline as pipeline_plan
 from megatron.training.plan.building import building
 from megatron.training.plan.gathered import gathered
@@ -46,16 +46,12 @@ class RankMemory:
     """Of all that is there while the model is built, at most."""
     staged: int = 0
     """In host memory: copies of what is saved beside training, at most."""
-    only_fixed: bool = False
-    """What comes and goes is not planned."""
 
     def categories(self) -> dict[str, int]:
         """Return the bytes of every category by its name; of what is in host memory, together."""
         host = self.fixed.get("host", 0) + self.host
         on_device = {name: size for name, size in self.fixed.items() if name != "host"}
         moving = {"activations": self.activations, "communication": self.communication}
-        if self.only_fixed:
-            moving = {}
         staged = {"staged": self.staged} if self.staged else {}
         return {**on_device, **moving, "host": host, **staged}
 
@@ -68,6 +64,11 @@ class RankMemory:
     def total(self) -> int:
         """Return the bytes on the device at the fullest moment."""
         return max(self.building, self.at_work)
+
+
+def _sent(config: RunConfig, samples: int) -> int:
+    """Return the bytes that a stage is sent of a microbatch of ``samples``: all its texts."""
+    return Share(config, samples, sum(stacks.lengths(config))).residual
 
 
 def _on_device(fixed: dict[str, int]) -> int:
@@ -94,7 +95,6 @@ class MemoryPlan:
                 *peak,
                 building=rank.building,
                 staged=rank.staged,
-                only_fixed=self.config.model.has_two_stacks,
             )
             for rank, peak in zip(self._ranks, peaks, strict=True)
         ]
@@ -138,8 +138,6 @@ class MemoryPlan:
     def _peaks(self, samples: int, count: int) -> list[Peak]:
         """Return what ``count`` microbatches of ``samples`` have at each rank's fullest moments."""
         config, placement = self.config, self.config.placement
-        if config.model.has_two_stacks:
-            return [Peak(0, 0, 0, 0)] * len(self._ranks)
         chunks: dict[int, Chunk] = {}
         for number, rank in enumerate(self._ranks):
             for position, passes in zip(placement.positions(number), rank.passing, strict=True):
@@ -149,7 +147,7 @@ class MemoryPlan:
                 chunks[position] = Chunk(kept, there)
         if placement.shape == "v":
             # At the turn a stage's input is the other's output, which nobody frees after sending.
-            turn, shared = placement.num_ranks, Share(config, samples).residual
+            turn, shared = placement.num_ranks, _sent(config, samples)
             for position, moved in ((turn - 1, shared), (turn, -shared)):
                 kept, there = chunks[position]
                 chunks[position] = Chunk(replace(kept, kept=kept.kept + moved), there)
@@ -186,9 +184,6 @@ class _Rank:
             units = [plan for chunk in chunks for plan in chunk]
         self.building = building(config, units)
         self.staged = staged(config, plans)
-        if config.model.has_two_stacks:
-            self.passing = [Passing()] * len(buffers)
-            return
         stages = [config.stages[at] for at in config.placement.positions(number)]
         self.passing = [passing.of_stage(config, stage, units) for stage in stages]
         replicas = max(config.axis_sizes["dp_cp"], config.axis_sizes["edp"])

@@ -28,12 +28,6 @@ def lines(
     plan = MemoryPlan(config, padded_rows)
     ranks = plan.ranks()
     yield from _table(ranks)
-    if config.model.has_two_stacks:
-        yield (
-            "activations and what is gathered or summed are not planned yet for an encoder-decoder:"
-            " the total is without them"
-        )
-        return
     if config.shared_by_torch:
         yield "communication is planned as if --use-megatron-fsdp stood for --use-torch-fsdp2"
     if any(rank.building > rank.at_work for rank in ranks):
@@ -67,8 +61,6 @@ def _table(ranks: Sequence[RankMemory]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-    if ranks[0].only_fixed:
-        return
     yield (
         "activations and communication are each at their fullest moment, the total is at the "
         "fullest of all; what operations need while they work is not in it"

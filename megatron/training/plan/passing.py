@@ -24,9 +24,11 @@ from dataclasses import dataclass, field, replace
 from megatron.core.distributed.layout import IN_FLIGHT, BufferPlan
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import BufferKey, shares_of
+from megatron.training.plan import stacks
+from megatron.training.plan.accounting import BIASES, BufferKey, shares_of
 
 _END = ""
 """What follows the last unit."""
@@ -78,9 +80,9 @@ def splits(config: RunConfig) -> bool:
     return config.pipeline.schedule_name(config.placement).startswith("zb")
 
 
-def units(stage: Stage) -> list[str]:
+def units(model: TransformerConfig, stage: Stage) -> list[str]:
     """Return the units of a stage that activations belong to."""
-    return [unit for unit in _model_order(stage) if unit != "decoder"]
+    return [unit for unit in _model_order(model, stage) if unit not in ("encoder", "decoder")]
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class _Backward:
 
     def __init__(self, config: RunConfig, stage: Stage, plans: Sequence[BufferPlan]) -> None:
         self._needs = _needs(config, stage, plans)
-        self._order = [unit for unit in _backward_order(stage) if unit in self._needs]
+        self._order = [unit for unit in _backward_order(config.model, stage) if unit in self._needs]
         self._sizes = [_Sizes.of(config, plan) for plan in plans]
         self._splits = splits(config)
         self._in_flight = IN_FLIGHT if config.replicas.overlap_grad_reduce else 0
@@ -136,9 +138,10 @@ class _Backward:
             self._absent[unit] = everything - self._gradients
             self._end(unit, following)
         end = self._before[_END]
-        if "decoder" in self._order:  # around the layers, for the norm at their end
-            after = [*self._order, _END][self._order.index("decoder") + 1]
-            around = max(self._before["decoder"], self._during["decoder"])
+        for stack in {"encoder", "decoder"}.intersection(self._order):
+            # Around the layers, for the norm at their end.
+            after = [*self._order, _END][self._order.index(stack) + 1]
+            around = max(self._before[stack], self._during[stack])
             self._before[after] = max(self._before[after], around)
         if not self._splits:
             return Passing(self._before, self._during, self._during, end, most=self._most)
@@ -196,7 +199,7 @@ class _Backward:
 def _needs(config: RunConfig, stage: Stage, plans: Sequence[BufferPlan]) -> dict[str, list[int]]:
     """Return the numbers of the buffers that each unit of a stage uses, in the model's order."""
     tied = not config.model.untie_embeddings_and_output_weights
-    needs: dict[str, list[int]] = {unit: [] for unit in _model_order(stage)}
+    needs: dict[str, list[int]] = {unit: [] for unit in _model_order(config.model, stage)}
     for number, plan in enumerate(plans):
         assert isinstance(plan.key, BufferKey)
         users = [plan.key.unit]
@@ -209,33 +212,54 @@ def _needs(config: RunConfig, stage: Stage, plans: Sequence[BufferPlan]) -> dict
     return {unit: numbers for unit, numbers in needs.items() if numbers}
 
 
-def _model_order(stage: Stage) -> Iterator[str]:
+def _model_order(model: TransformerConfig, stage: Stage) -> Iterator[str]:
     """Yield the units of a stage as they stand in the model; those without parameters too."""
     if stage.is_first or stage.num_mtp_layers:
         yield "embedding"
-    if stage.is_last:
-        yield "decoder"  # around its layers, for the norm at its end
-    yield from (f"decoder.layers.{number}" for number in stage.layers)
+    for stack in _stacks(model, stage):
+        yield from stack
     if stage.is_last:
         yield "output_layer"
     yield from (f"mtp.layers.{depth}" for depth in range(stage.num_mtp_layers))
 
 
-def _backward_order(stage: Stage) -> Iterator[str]:
+def _stacks(model: TransformerConfig, stage: Stage) -> list[list[str]]:
+    """Return the units of each stack: biases, what is around its layers, then these.
+
+    A stack is around its layers for the norm at their end, where a stage has that.
+    """
+    found: dict[str, list[str]] = {}
+    parts = stacks.of(model, stage.layers)
+    for layers in parts:
+        name = "decoder" if stacks.is_decoders(model, layers[0]) else "encoder"
+        found[name] = [stacks.name(model, number) for number in layers]
+    if stage.is_last:
+        found.setdefault("decoder", []).insert(0, "decoder")
+    if model.has_two_stacks and model.num_layers - 1 in stage.layers:
+        found["encoder"].insert(0, "encoder")
+    if model.position.position_embedding_type == "relative":
+        found = {name: [f"{name}{BIASES}", *units] for name, units in found.items()}
+    return list(found.values())
+
+
+def _backward_order(model: TransformerConfig, stage: Stage) -> Iterator[str]:
     """Yield the units of a stage as a backward comes to them, as often as it does."""
     yield from ("output_layer",) * stage.num_mtp_layers
     for depth in reversed(range(stage.num_mtp_layers)):
         yield from (f"mtp.layers.{depth}", "embedding")
     if stage.is_last:
-        yield from ("output_layer", "decoder")
-    yield from (f"decoder.layers.{number}" for number in reversed(stage.layers))
+        yield "output_layer"
+    for stack in reversed(_stacks(model, stage)):
+        yield from (unit for unit in stack if unit in ("encoder", "decoder"))
+        yield from (unit for unit in reversed(stack) if unit not in ("encoder", "decoder"))
     if stage.is_first:
-        yield "embedding"
+        yield from ("embedding",) * (1 + model.has_two_stacks)  # each text has its own
 
 
 def _recomputed(config: RunConfig, stage: Stage) -> dict[str, list[str]]:
     """Return the layers that run once more when the backward of the last of their unit begins."""
+    model = config.model
     return {
-        f"decoder.layers.{unit[-1]}": [f"decoder.layers.{number}" for number in unit[:-1]]
-        for unit in config.model.recompute.units(stage.layers)
+        stacks.name(model, unit[-1]): [stacks.name(model, number) for number in unit[:-1]]
+        for unit in stacks.units_made_again(model, stage.layers)
     }

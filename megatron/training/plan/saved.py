@@ -9,8 +9,8 @@ size, f inner width of a rank.
 """
 
 from megatron.core.transformer.plan import SublayerPlan
-from megatron.training.plan import accounting_mla, attention_bytes, saved_channels
-from megatron.training.plan.attention_bytes import Heads, Piece
+from megatron.training.plan import accounting_mla, attention_bytes, saved_channels, stacks
+from megatron.training.plan.attention_bytes import Heads, Piece, Texts
 from megatron.training.plan.share import Region, Share
 
 TOKEN = 8
@@ -33,6 +33,8 @@ def regions(share: Share, sublayer: SublayerPlan, layer: int) -> list[Region]:
         "mlp": saved_channels.mlp,
         "moe": saved_channels.experts,
         "self_attention": _attention,
+        "bidirectional_attention": _attention,
+        "cross_attention": _cross_attention,
         "multi_latent_attention": _latents,
     }
     mask = Piece("mask", share.masks, 1)
@@ -65,14 +67,70 @@ def _attention(share: Share, layer: int) -> list[Region]:
     if own:
         found.append(Region("heads", tuple(own), offloaded="qkv_linear", joins=True))
     heads_ = Heads(n, g, attention.kv_channels, attention.kv_channels)
-    return [*found, *_mixing(share, layer, heads_, given, head * n)]
+    return [*found, *_mixing(share, layer, heads_, given, head * n, _texts(share, layer))]
+
+
+def _texts(share: Share, layer: int) -> Texts | None:
+    """Return what self-attention sees in a stack of two."""
+    model, length = share.config.model, share.positions
+    if not model.has_two_stacks:
+        return None
+    biased = model.position.position_embedding_type == "relative"
+    return Texts(length, length, stacks.is_decoders(model, layer), biased)
+
+
+def _cross_attention(share: Share, layer: int) -> list[Region]:
+    """Return attention to what an encoder gave, which counts once for all layers (`encoded`)."""
+    attention, size = share.config.model.attention, share.size
+    sources = share.of(stacks.lengths(share.config)[0])
+    n = attention.num_attention_heads // share.tp
+    heads = Heads(n, n, attention.kv_channels, attention.kv_channels)
+    q, kv = (x.tokens * n * attention.kv_channels * size for x in (share, sources))
+    queries, pairs = Piece("queries", q, size), Piece("keys and values", 2 * kv, size)
+    given, texts = [queries, pairs, pairs], Texts(share.positions, sources.positions, causal=False)
+    late = share.stream + q + 2 * kv
+    return [
+        Region("in", (share.normed,), late),
+        *_mixing(share, layer, heads, given, q, texts),
+    ]
+
+
+def encoded(share: Share, *, is_made_here: bool) -> tuple[int, int]:
+    """Return (kept, postponed) of what an encoder gave, which all layers of a decoder keep.
+
+    Args:
+        share: of the encoder's text.
+        is_made_here: it is the encoder's own output, and not a part of what a stage was sent.
+    """
+    if is_made_here or share.size != share.wide:
+        return share.stream, share.stream
+    return 0, share.of(sum(stacks.lengths(share.config))).residual
+
+
+def biases(share: Share) -> int:
+    """Return the bytes of a stack's biases by distance, and of what makes them."""
+    model, length = share.config.model, share.positions
+    if model.position.position_embedding_type != "relative":
+        return 0
+    heads, rows = model.attention.num_attention_heads // share.tp, share.tokens // share.samples
+    # Scores that exist as a matrix have the biases added, and forget them.
+    kept = 0 if model.attention_backend in ("unfused", "local") else heads * rows * length
+    return kept * share.size + (2 * length - 1 + rows) * TOKEN
 
 
 def _mixing(
-    share: Share, layer: int, heads: Heads, given: list[Piece], output: int
+    share: Share,
+    layer: int,
+    heads: Heads,
+    given: list[Piece],
+    output: int,
+    texts: Texts | None = None,
 ) -> list[Region]:
-    """Return attention itself, and the projection of its output."""
-    core = attention_bytes.saved(share.config, layer, share.samples, heads, given)
+    """Return attention itself, and the projection of its output.
+
+    ``texts`` are those of an encoder-decoder's layer.
+    """
+    core = attention_bytes.saved(share.config, layer, share.samples, heads, given, texts)
     name, inputs = "core_attn", tuple(dict.fromkeys(given))
     out = Piece("output", output, share.size)
     return [
@@ -152,8 +210,10 @@ def words_head(share: Share) -> tuple[int, int]:
 
 def losses(share: Share, logits: int, pieces: int) -> tuple[int, int]:
     """Return (kept, postponed) of the head after its norm, for so many local logits."""
-    if pieces > 1:  # a piece's logits are made again in its backward
-        return share.output, share.output + logits * share.size
+    if pieces > 1:  # a piece's logits are made again in its backward, from inputs and targets
+        return share.output + share.tokens * (
+            share.main + TOKEN
+        ), share.output + logits * share.size
     kept = share.stream + logits * share.exponentials
     if share.config.model.logit_softcap is not None:
         kept += logits * share.size  # the slope of tanh

@@ -4,7 +4,7 @@ A region lists the pieces of memory that autograd saves there; the same piece ma
 `saved` and `saved_channels` make the regions of each kind of block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.core.optimizer.memory import BYTES
@@ -18,6 +18,17 @@ class Share:
 
     config: RunConfig
     samples: int
+    length: int | None = None
+    """Positions of a sample's text; of the first one when absent."""
+
+    def of(self, length: int) -> "Share":
+        """Return the same of a text of so many positions."""
+        return replace(self, length=length)
+
+    @cached_property
+    def positions(self) -> int:
+        """Positions of a sample's text on all ranks."""
+        return self.config.data.seq_length if self.length is None else self.length
 
     @cached_property
     def tp(self) -> int:
@@ -28,12 +39,12 @@ class Share:
     def tokens(self) -> int:
         """Tokens inside attention and MLP."""
         parallel = self.config.parallel
-        return self.samples * (self.config.data.seq_length // parallel.context_parallel_size)
+        return self.samples * (self.positions // parallel.context_parallel_size)
 
     @cached_property
     def outer(self) -> int:
         """Tokens between them: less with sequence parallelism."""
-        return self.samples * (self.config.data.seq_length // self.config.sequence_shares)
+        return self.samples * (self.positions // self.config.sequence_shares)
 
     @cached_property
     def size(self) -> int:
