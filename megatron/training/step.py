@@ -3,11 +3,12 @@
     passes               -> forward and backward of each microbatch, gradients add up
     gradients            -> summed over replicas
     sums over the world  -> loss, valid tokens, reasons to stop
-    routers              -> biases of experts, where there are
     optimizer            -> one scale for denominator and clipping, update
+    routers              -> biases of experts, where there are, if weights were updated
 
 A batch without a valid token, and one whose loss or gradient is not finite or whose loss is a
-spike that is looked for, leaves the weights as they are. What happens then is `health`'s to say.
+spike that is looked for, leaves weights and biases as they are. What happens then is
+`health`'s to say.
 
 Backward starts from the loss of a replica, a mean over its tokens, times a loss scale, so that what
 fp16 can hold of it does not depend on how many replicas there are. The optimizer's one scale takes
@@ -150,7 +151,6 @@ class TrainStep:
         self.health.check_spike(totals.loss, plan.iteration, plan.samples)
         scale, norms = divisor * replicas.divisor / totals.denominator, {}
         self.before_update()
-        update_expert_biases(self.passes.chunks)
         with self.timers.measure("optimizer"):
             if self.group_norms:
                 norms = self.optimizer.norms.by_group(scale)
@@ -161,6 +161,8 @@ class TrainStep:
                 decoupled_lr=plan.decoupled_learning_rate,
                 count_zeros=self.count_zeros,
             )
+        if update.updated:  # weights and biases of an iteration belong together
+            update_expert_biases(self.passes.chunks)
         self.empty_unused(2)
         return self._judge(plan, totals, update, norms)
 

@@ -196,6 +196,35 @@ class Training:
         assert float(result.grad_norm) == pytest.approx(record["grad_norm"], rel=1e-5)
 
 
+def test_refused_gradients_move_neither_weights_nor_biases_of_experts() -> None:
+    """The next iteration is that of a run which never saw them; its tokens alone count."""
+    one, other = Training("moe_sigmoid"), Training("moe_sigmoid")
+    one.step.health = Health(HealthConfig.resolve(skip_non_finite_iterations=1))
+    start = {key: p.detach().clone() for key, p in one.model.named_parameters()}
+    reduce_gradients = one.optimizer.data_parallel.reduce_gradients
+
+    def spoilt() -> None:
+        reduce_gradients()
+        next(p.grad for p in one.model.parameters() if p.grad is not None).view(-1)[0] = torch.nan
+
+    def run(training: Training, number: int) -> bool:
+        plan = Plan(iteration=number, samples=range(4), learning_rate=5e-3, weight_decay=0.1)
+        batches = training.batches
+        microbatches = [{key: batches[key][number - 1, m] for key in NAMES} for m in range(2)]
+        nominal = training.objective.nominal(4, 2, 32)
+        return training.step.run(plan, microbatches, 2, nominal, lambda: (False,) * 3).skipped
+
+    one.optimizer.data_parallel.reduce_gradients = spoilt
+    assert run(one, 1)
+    assert all(torch.equal(p, start[key]) for key, p in one.model.named_parameters())
+    one.optimizer.data_parallel.reduce_gradients = reduce_gradients
+    assert not run(one, 2) and not run(other, 2)
+    expected = dict(other.model.named_parameters())
+    assert all(torch.equal(p, expected[key]) for key, p in one.model.named_parameters())
+    biases = [key for key in start if key.endswith("expert_bias")]
+    assert biases and not any(torch.equal(expected[key], start[key]) for key in biases)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_five_iterations_and_two_after_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Loss and gradient norm of every iteration, the last two by a model that starts from disk."""

@@ -2,9 +2,9 @@
 
     bias[e] += rate * sign(mean count - count[e])
 
-once per iteration, before the optimizer's step, with the counts of the whole global batch (Wang et
-al., 2024, 2408.15664, algorithm 1; DeepSeek-V3, 2412.19437, eq. 16). The bias takes no gradient:
-it is a parameter that is not trained, in checkpoints like any weight and in no optimizer.
+once per iteration whose gradients the optimizer takes, with the counts of the whole global batch
+(Wang et al., 2024, 2408.15664, algorithm 1; DeepSeek-V3, 2412.19437, eq. 16). The bias takes no
+gradient: it is a parameter that is not trained, in checkpoints like any weight and in no optimizer.
 
 Shapes: L routers of this rank, E experts.
 """

@@ -240,9 +240,9 @@ def biased_routers(chunks: Iterable[nn.Module]) -> list[Router]:
 def update_expert_biases(chunks: Iterable[nn.Module]) -> None:
     """Move the biases of all routers of this rank's chunks towards even loads.
 
-    To be called once per iteration, between the last backward and the optimizer's step: weights and
-    biases of one iteration belong together. A collective of the ranks with the same chunks; nothing
-    where no router has a bias.
+    To be called once per iteration, after the last backward, if the optimizer updates the weights:
+    those and biases of one iteration belong together. A collective of the ranks with the same
+    chunks; nothing where no router has a bias.
     """
     routers = biased_routers(chunks)
     if routers:
