@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.actions import Step
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.layers import without_memory
 from megatron.core.tokenizers.vocabulary import Vocabulary
-from megatron.core.transformer.plan import routers_of
+from megatron.core.transformer.plan import judged_routers_of, routers_of
 from megatron.training.batches import Batch
 from megatron.training.config import RunConfig
 from megatron.training.objective import Objective
@@ -118,4 +118,5 @@ def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
         routers,
         model.moe.num_experts or 0,
         mesh.ep.size if config.logging.log_moe_overload_factor and routers else 0,
+        judged_routers_of(model),
     )

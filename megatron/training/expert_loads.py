@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron.core.transformer.moe import statistics
 from megatron.core.transformer.moe.balanced import Noted
 from megatron.core.transformer.moe.layer import MoELayer
+from megatron.core.transformer.moe.router_config import Z_LOSS
 
 LayerRow = dict[str, int | float | list[int]]
 """What is known of a layer, by name."""
@@ -36,6 +37,13 @@ class Counted:
     losses: tuple[str, ...] = ()
     ranks: int = 0
     """That experts are spread over, where it is to be told how uneven they are; 0 for not."""
+    judged: tuple[int, ...] | None = None
+    """Those of the layers whose routers choose by score, which alone have losses of balance; None
+    for all."""
+
+    def layers_with(self, loss: str) -> tuple[int, ...]:
+        """Return the layers that have a loss."""
+        return self.layers if loss == Z_LOSS or self.judged is None else self.judged
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -96,7 +104,7 @@ def rows(loads: Sequence[Loads]) -> list[list[LayerRow]]:
     A row has the ``layer``, the ``tokens`` of each expert, how uneven they are (``imbalance``, the
     largest over the mean, and ``overload``, the same of ranks, where it is asked for), the share of
     the experts without any (``idle``), that of the choices that full experts ``dropped``, and the
-    auxiliary losses, whose means over the layers are those of the iteration.
+    auxiliary losses that it has, whose means over the layers are those of the iteration.
     """
     if not loads:
         return []
@@ -116,7 +124,8 @@ def _rows(loads: Loads, sums_LX: Tensor) -> list[LayerRow]:
         if counted.ranks:
             of_ranks = counts_LE[number].view(counted.ranks, -1).sum(1)
             row["overload"] = (of_ranks.max() / of_ranks.mean().clamp(min=1e-9)).item()
-        found.append(row | dict(zip(counted.losses, losses_LX[number].tolist(), strict=True)))
+        values = zip(counted.losses, losses_LX[number].tolist(), strict=True)
+        found.append(row | {k: x for k, x in values if layer in counted.layers_with(k)})
     return found
 
 

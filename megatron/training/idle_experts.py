@@ -1,7 +1,16 @@
 """Settings of experts and their routers that change nothing in a run, each with the reason."""
 
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.moe.router_config import LOSS_NAMES, RouterConfig
+from megatron.core.transformer.plan import judged_routers_of, routers_of
 from megatron.training.config import RunConfig
+
+OF_CHOICES = (
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+    *("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
+"""Settings of choices by score, and of what is learned from these."""
 
 
 def idle_experts(config: RunConfig) -> dict[str, str]:
@@ -31,7 +40,21 @@ def _idle_in_model(config: RunConfig) -> dict[str, str]:
         idle |= dict.fromkeys(names, "no --moe-token-dispatcher-type flex")
     if sizes.expert_model_parallel_size == 1:
         idle["log_moe_overload_factor"] = "--expert-model-parallel-size is 1"
-    return idle | _idle_in_router(router)
+    return idle | _idle_in_router(router) | _idle_by_token_id(config.model)
+
+
+def _idle_by_token_id(model: TransformerConfig) -> dict[str, str]:
+    """Return what layers whose experts follow from the token's id leave without effect."""
+    hashed, judged = model.router.moe_n_hash_layers, judged_routers_of(model)
+    if not hashed:
+        return {}
+    if len(judged) == len(routers_of(model)):
+        of_them = "the first layer has" if hashed == 1 else f"the first {hashed} layers have"
+        return {"moe_n_hash_layers": f"{of_them} no experts; dense layers count"}
+    if judged:
+        return {}
+    why = f"--moe-n-hash-layers {hashed}: every choice follows from the token's id"
+    return dict.fromkeys(OF_CHOICES, why)
 
 
 def _idle_in_router(router: RouterConfig) -> dict[str, str]:

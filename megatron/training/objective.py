@@ -20,7 +20,8 @@ further ahead are fewer. Megatron-LM does the same.)
 
 Losses of routers of experts are functions of one microbatch, made on whatever stage has the layer
 (`core.transformer.moe.balanced`): of each the mean over the layers counts as the mean of a
-microbatch's main loss does, and so over the same denominator. Their weights are of each layer.
+microbatch's main loss does, and so over the same denominator. The layers are those that have the
+loss, which of balance are those that choose by score. Weights are of each layer.
 
 Shapes: B samples of a microbatch, S positions of this rank.
 """
@@ -126,6 +127,9 @@ class Objective:
     """Of each of those."""
     expert_ranks: int = 0
     """That experts are spread over, where it is to be told how uneven their loads are."""
+    judged_routers: tuple[int, ...] | None = None
+    """Those of the layers whose routers choose by score, and have losses of balance; None for all.
+    """
 
     def nominal(self, samples: int, micro_batch_size: int, seq_length: int) -> float:
         """Return the denominator of a global batch in which every token is valid."""
@@ -226,9 +230,10 @@ class Accumulator:
         for layer, noted in balance.noted.items():
             self._loads.add(numbers[layer], noted, share)
         if share is not None:
-            layers, sums = len(self._loads.counted.layers), balance.sums()
+            counted, sums = self._loads.counted, balance.sums()
             for number, name in enumerate(self._names[self._first - 3 :], self._first):
                 if name in sums:
+                    layers = max(1, len(counted.layers_with(name)))
                     self._sums[number] += sums[name].double() / layers * share
 
     def reduce(self, seen: tuple[bool, bool, bool] = (False, False, False)) -> Totals:

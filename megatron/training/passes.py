@@ -122,7 +122,11 @@ class Passes:
         if trains:
             objective = self.objective
             counted = Counted(
-                objective.routers, objective.num_experts, balanced, objective.expert_ranks
+                objective.routers,
+                objective.num_experts,
+                balanced,
+                objective.expert_ranks,
+                objective.judged_routers,
             )
         names = tuple(self.objective.auxiliary)
         return Accumulator(self.mesh, names, balanced, counts=counts, counted=counted)

@@ -127,6 +127,25 @@ def test_every_valid_token_of_a_microbatch_is_counted_once_in_each_layer(words: 
         assert totals.auxiliary_losses[loss] == pytest.approx(mean, rel=1e-12)
 
 
+def test_losses_of_balance_are_means_over_the_layers_that_choose_by_score() -> None:
+    passes, given = passes_of("--moe-n-hash-layers 1"), microbatches()
+    sums = passes.accumulator()
+
+    def key_of(number: int) -> DropoutKey:
+        return DropoutKey(1, 1, number, 0)
+
+    passes.train(given, MICROBATCHES, sums, divisor=1.0, key_of=key_of)
+    totals = sums.reduce()
+    assert totals.loads is not None
+    (layers,) = expert_loads.rows([totals.loads])
+    # Layer 0 and the layer that looks ahead, whose own number is 0, go by token ids.
+    losses = [row.get("load_balancing_loss") for row in layers]
+    assert losses[0] is losses[2] is None and losses[1] is not None
+    assert totals.auxiliary_losses["load_balancing_loss"] == pytest.approx(losses[1], rel=1e-12)
+    mean = sum(float(row["z_loss"]) for row in layers) / 3  # type: ignore[arg-type]
+    assert totals.auxiliary_losses["z_loss"] == pytest.approx(mean, rel=1e-12)
+
+
 def test_an_evaluation_counts_nothing() -> None:
     passes = passes_of("")
     sums = passes.accumulator(trains=False)

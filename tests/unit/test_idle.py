@@ -50,6 +50,25 @@ def notes(words: str) -> list[str]:
             2,
             "a token may use every group",
         ),
+        (
+            "--num-experts 4 --moe-layer-freq [0,1,1] --moe-n-hash-layers 1",
+            1,
+            "the first layer has no experts; dense layers count",
+        ),
+        (
+            "--num-experts 4 --moe-layer-freq [0,0,1] --moe-n-hash-layers 2",
+            1,
+            "the first 2 layers have no experts; dense layers count",
+        ),
+        (
+            "--num-experts 4 --moe-layer-freq [1,1,0] --moe-n-hash-layers 2 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--moe-router-bias-update-rate 0.1 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 "
+            "--moe-router-load-balancing-type seq_aux_loss --moe-router-num-groups 2 "
+            "--moe-router-group-topk 1",
+            6,
+            "--moe-n-hash-layers 2: every choice follows from the token's id",
+        ),
         ("--no-save-optim --no-save-rng --exit-on-failed-save", 3, "no --save"),
         ("--save-interval 3 --save-keep-last 2", 2, "no --save"),
         ("--no-verify-integrity --dist-ckpt-strictness log_all", 2, "no --load"),
@@ -107,6 +126,7 @@ def test_settings_without_effect_are_named(words: str, named: int, why: str) -> 
         f"{FULL} 1",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
         "--weight-decay 0.5",
+        "--num-experts 4 --moe-n-hash-layers 2 --moe-aux-loss-coeff 0.1",
     ],
 )
 def test_settings_with_effect_are_not(words: str) -> None:

@@ -218,6 +218,8 @@ def test_layers_with_experts_go_by_number_or_pattern() -> None:
         ("--num-experts 4 --moe-layer-freq [1]*3", "names 3 layers, --num-layers is 4"),
         ("--num-experts 4 --moe-layer-freq [2]*4", "a pattern holds 0 and 1 only"),
         ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq"),
+        ("--num-experts 4 --moe-layer-freq [0]*4", "leaves no layer for --num-experts (4)"),
+        ("--num-experts 4 --moe-n-hash-layers 5", "must not exceed --num-layers (4)"),
         (
             "--num-experts 4 --moe-token-dispatcher-type flex --moe-flex-dispatcher-num-sms 0",
             "--moe-flex-dispatcher-num-sms (0)",

@@ -474,3 +474,12 @@ def test_recomputation_and_offload_may_stand_behind_the_words() -> None:
     assert layout.values["recompute_granularity"] == "full" and layout.world_size == 2
     with pytest.raises(UserError, match="--hidden-size is no matter of a layout"):
         parse_layouts("tp2 --hidden-size 4", "test")
+
+
+def test_a_small_run_of_experts_has_some_that_are_chosen_by_score() -> None:
+    run = small(
+        f"{LLAMA} --num-experts 8 --moe-layer-freq [0]*30+[1]*2 --moe-n-hash-layers 31"
+    ).reference(parse_layout("dp2", "test"))
+    layers = run.model.num_layers
+    assert run.model.moe.moe_layer_freq == (*[0] * (layers - 1), 1) and layers < 32
+    assert run.model.router.moe_n_hash_layers == layers - 1

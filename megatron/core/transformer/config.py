@@ -401,6 +401,12 @@ class TransformerConfig(Config):
         self.moe.check_layers(self.num_layers)
         if self.moe.num_experts is not None:
             self.router.check_experts(self.moe.num_experts)
+        hashed = self.router.moe_n_hash_layers
+        if self.moe.num_experts is not None and hashed > self.num_layers:
+            raise UserError(
+                f"--moe-n-hash-layers ({hashed}) must not exceed --num-layers ({self.num_layers}); "
+                "it counts layers from the first one, dense ones too"
+            )
 
     def _check_latent_attention(self) -> None:
         excluded = {

@@ -3,6 +3,7 @@
 The pipeline cuts this list, the model builds from it, and a dry run counts it; all without torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -98,13 +99,24 @@ def routers_of(config: TransformerConfig) -> tuple[int, ...]:
 
     Those of multi-token prediction come after the decoder's.
     """
+    return tuple(number for number, _ in _with_experts(config))
+
+
+def judged_routers_of(config: TransformerConfig) -> tuple[int, ...]:
+    """Return those of `routers_of` that choose by score, not by token id.
+
+    Only their choices can be balanced, by a loss or by a bias.
+    """
+    hashed = config.router.moe_n_hash_layers
+    return tuple(number for number, layer in _with_experts(config) if layer.number >= hashed)
+
+
+def _with_experts(config: TransformerConfig) -> Iterator[tuple[int, LayerPlan]]:
+    """Yield the layers that have experts, each with its number in the whole model."""
     ahead = (mtp_layer_plan(config, depth) for depth in range(config.mtp.depths))
-    layers = (*layer_plan(config), *ahead)
-    return tuple(
-        number
-        for number, layer in enumerate(layers)
-        if any(part.kind == "moe" for part in layer.sublayers)
-    )
+    for number, layer in enumerate((*layer_plan(config), *ahead)):
+        if any(part.kind == "moe" for part in layer.sublayers):
+            yield number, layer
 
 
 def loss_pieces(sequence: int, samples: int, rows: int, *, limit: int) -> int:

@@ -214,6 +214,16 @@ class SmallRun:
                 found[name] = min(pattern, layers)
             elif isinstance(pattern, Sequence) and len(pattern) > layers:
                 found[name] = tuple(pattern[:layers])
+        return found | self._experts_with(layers, found.get("moe_layer_freq"))
+
+    def _experts_with(self, layers: int, pattern: Any) -> dict[str, Any]:
+        """Return settings by which fewer layers have experts too, some of them chosen by score."""
+        found: dict[str, Any] = {}
+        if isinstance(pattern, tuple) and not any(pattern):
+            found["moe_layer_freq"] = (*pattern[:-1], 1)
+        hashed = self._kept.get("moe_n_hash_layers", 0)
+        if hashed and layers < self._user.model.num_layers:
+            found["moe_n_hash_layers"] = min(hashed, layers - 1)
         return found
 
     def _shrink_widths(self) -> None:

@@ -92,7 +92,8 @@ class MoEConfig(Config):
         """Refuse a pattern that does not fit ``num_layers``.
 
         Raises:
-            UserError: it names another number of layers, or holds other numbers than 0 and 1.
+            UserError: it names another number of layers, holds other numbers than 0 and 1, or
+                leaves no layer for the experts of a model that has some.
         """
         freq = self.moe_layer_freq
         if isinstance(freq, int):
@@ -103,6 +104,12 @@ class MoEConfig(Config):
             )
         elif not set(freq) <= {0, 1}:
             raise UserError(f"--moe-layer-freq ({as_words(freq)}): a pattern holds 0 and 1 only")
+        elif self.num_experts is not None and not any(freq):
+            raise UserError(
+                f"--moe-layer-freq ({as_words(freq)}) leaves no layer for --num-experts "
+                f"({self.num_experts}); give 1 to a layer, or leave --num-experts out for a dense "
+                "model"
+            )
 
     def layer_has_experts(self, layer: int) -> bool:
         """Return whether layer ``layer`` (from 0) is one with experts."""

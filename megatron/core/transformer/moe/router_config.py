@@ -83,7 +83,8 @@ class RouterConfig(Config):
     """Which choices a full expert drops: those of the smallest weights, or the last ones."""
 
     moe_n_hash_layers: int = option(0)
-    """Layers, of the first ones, whose experts follow from the token's id by a table."""
+    """Layers, of the first ones, whose experts follow from the token's id by a table; dense ones
+    among them count."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
