@@ -1,16 +1,18 @@
 """The router against its formulas written out token by token."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import rng, sharding
+from megatron.core import rng, saved_tensors, sharding
 from megatron.core.mesh import Mesh
 from megatron.core.recompute import recompute
 from megatron.core.rng import DropoutKey
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.moe import noise, routing
@@ -286,6 +288,35 @@ def test_dtypes(model: torch.dtype, asked: str | None, logits: torch.dtype) -> N
     bound = 2e-2 if coarse else 1e-6 if logits == torch.float32 else 1e-14
     error = abs(float(routing.losses["z_loss"].detach()) / float(z_loss) - 1)
     assert error < bound and (error > 1e-6) == coarse
+
+
+@pytest.mark.parametrize("postponed", [False, True])
+@pytest.mark.parametrize("model", [torch.bfloat16, torch.float16])
+def test_a_wider_product_rounds_no_gradient_to_half_and_keeps_its_input_alone(
+    model: torch.dtype, postponed: bool
+) -> None:
+    """Two microbatches add up in an fp32 buffer, as their products in fp64 do."""
+    router = router_of(model, moe_router_dtype="fp32")
+    weight = router.weight
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+    expected = torch.zeros_like(weight, dtype=F64)
+    for number in (0, 1):
+        x_TH = tokens(number).to(model).requires_grad_()
+        grad_TE = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(number))
+        with saved_tensors.counting([weight, x_TH]) as meter:
+            logits_TE = router._logits(x_TH, None, None)
+        assert meter.now == 0 and logits_TE.dtype == torch.float32
+        with layers.postponing() if postponed else nullcontext([]) as tasks:
+            logits_TE.backward(grad_TE)
+        assert len(tasks) == postponed
+        for task in tasks:
+            task()
+        expected += grad_TE.to(F64).t() @ x_TH.detach().to(F64)
+        wanted = (grad_TE.to(F64) @ weight.detach().to(F64)).to(model)
+        torch.testing.assert_close(x_TH.grad, wanted)
+    torch.testing.assert_close(weight.grad.to(F64), expected, rtol=1e-6, atol=1e-6)
+    assert (weight.grad.to(model).float() != weight.grad).float().mean() > 0.9
 
 
 def test_vanishing_root_scores_have_a_gradient() -> None:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import sharding
@@ -44,6 +43,7 @@ from megatron.core.transformer.moe.expert_bias import Tally
 from megatron.core.transformer.moe.router_config import Z_LOSS
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.sharers import Sharers
+from megatron.core.transformer.moe.wide_product import wide_product
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -143,9 +143,7 @@ class Router(nn.Module):
             logits_TE = linear(x_TH, self.weight, None, self.mesh.alone, False)
             logits_TE = logits_TE.to(self.weights_dtype)
         else:
-            assert sharding.is_there(self.weight), "a unit of the model was not called as a module"
-            wide = self.product_dtype
-            logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide))
+            logits_TE = wide_product(x_TH, self.weight, self.product_dtype)
         if self.config.moe_router_force_load_balancing:
             seed = noise.seed_of(key, f"{place}.random")
             logits_TE = noise.random_logits(logits_TE, places.numbers_T, seed)
