@@ -32,6 +32,7 @@ from megatron.core.kernels import permute, table  # noqa: E402
 from megatron.core.kernels.adam import AdamStep  # noqa: E402
 from megatron.core.kernels.permute import Moves  # noqa: E402
 from megatron.core.kernels.probe import INSTALL, missing  # noqa: E402
+from megatron.core.kernels.routing import WIDEST_FUSED, Routes, Rule  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = (80, 90, 100)
@@ -91,6 +92,18 @@ def moves(choices: int, dtype: torch.dtype) -> None:
     out.backward(torch.zeros_like(out))
 
 
+def routes(rule: Rule, experts: int, bias: bool = False, given: bool = False) -> None:
+    """Send 64 tokens to experts that are chosen, or given."""
+    ours: Routes = table.TABLE["routing"]["triton"].implementation
+    logits = leaf(64, experts, dtype=F32)
+    if given:
+        chosen = torch.arange(rule.topk).repeat(64, 1)
+        weights = ours.weigh(logits, chosen, rule)
+    else:
+        weights = ours.route(logits, torch.zeros(experts) if bias else None, rule)[1]
+    weights.backward(torch.zeros_like(weights))
+
+
 def steps(decoupled: bool, dtypes: tuple[torch.dtype, ...]) -> None:
     """Run a step of Adam on a range."""
     scalar = torch.ones(())
@@ -123,6 +136,13 @@ def cases() -> list[Callable[[], None]]:
         lambda: scores(False),
         lambda: moves(8, BF16),
         lambda: moves(2, F32),
+        lambda: routes(Rule(2, "logits"), 8),
+        lambda: routes(Rule(1, "softmax"), 64),
+        lambda: routes(Rule(10, "softmax"), WIDEST_FUSED),
+        lambda: routes(Rule(8, "sigmoid", 8, 4, 2.5), 256, bias=True),
+        lambda: routes(Rule(22, "sigmoid"), 512, bias=True),
+        lambda: routes(Rule(6, "sqrtsoftplus"), 384, bias=True),
+        lambda: routes(Rule(8, "sqrtsoftplus"), WIDEST_FUSED, given=True),
         lambda: steps(True, (F32, F32, F32, F32)),
         lambda: steps(False, (F32, BF16, BF16, BF16)),
     ]  # fmt: skip

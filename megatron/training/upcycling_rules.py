@@ -12,7 +12,8 @@ token visits all slices of a copy with equal weights (`checkpoints.upcycling`):
     groups of experts               as above                    and G | experts of a group
     choice by token id, or forced   as above                    by no score: G = 1
 
-Slices stay together since of equal scores those of the first experts are taken (`routing.best`).
+Slices stay together since of equal scores those of the first experts are taken
+(`kernels.routing.best`).
 A factor on weights is made up for. What comes beside the experts' sum, shared experts and latents,
 has no part of a dense MLP that it could start from.
 """

@@ -65,6 +65,12 @@ FLAT = {
     "tp2 sp, latents of experts": f"{TP2} --sequence-parallel --num-experts 4 --bf16 --swiglu "
     "--moe-latent-size 24 --moe-shared-expert-intermediate-size 48",
     "tp2, experts in places": f"{TP2} --num-experts 4 --moe-permute-fusion",
+    "tp2, experts routed at once": f"{TP2} --num-experts 4 --moe-router-fusion",
+    "tp2, sigmoids routed at once": f"{TP2} --num-experts 4 --moe-router-fusion "
+    "--moe-permute-fusion --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-token-dispatcher-type alltoall",
+    "tp2, softmax routed at once": f"{TP2} --num-experts 4 --bf16 --moe-router-fusion "
+    "--moe-router-pre-softmax --moe-router-topk 1",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
     "ring": f"{CP2} {ROPE}",
     "ring in bf16": f"{CP2} --bf16 --qk-layernorm",
@@ -107,7 +113,8 @@ SCHEDULES = {
     "zb-h1, latents made again": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-latent-size 24 "
     f"--moe-shared-expert-gate {PARTS} moe",
     "1f1b, experts made again": f"{EXPERTS} {PARTS} moe layernorm --moe-permute-fusion",
-    "zb-h1, experts made again": f"--pipeline-schedule zb-h1 {EXPERTS} {PARTS} moe",
+    "zb-h1, experts made again": f"--pipeline-schedule zb-h1 {EXPERTS} {PARTS} moe "
+    "--moe-router-fusion",
     "1f1b, activations of experts": f"{EXPERTS} --swiglu {PARTS} moe_act shared_experts",
     "gpipe, experts moved": f"--pipeline-schedule gpipe {EXPERTS} {MOVED} expert_fc1 moe_act",
     "combined 1f1b": f"{TRAVEL}",

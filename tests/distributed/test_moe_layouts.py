@@ -103,6 +103,7 @@ LAYOUTS = [
     (4, f"{EP} 4 {FLEX} --recompute-granularity selective --recompute-modules moe"),
     (2, f"{EP} 2 --moe-permute-fusion"),
     (8, f"{TP} 2 {CP} 2 {PP} 2 {EP} 2 {ETP} 2 --use-tp-pp-dp-mapping {A2A}"),
+    (4, f"{TP} 2 --sequence-parallel {EP} 2 {A2A} --moe-router-fusion"),
     (4, f"{EP} 2 {A2A} --use-distributed-optimizer {INSTANCES}"),
     (
         8,

@@ -16,10 +16,12 @@ from megatron.core.kernels import (
     permute,
     philox,
     rope,
+    routing,
     table,
 )
 from megatron.core.kernels.adam import AdamStep, adam_reference
 from megatron.core.kernels.masked_softmax import masked_softmax_reference
+from megatron.core.kernels.routing import Rule
 from tests.kernels import needs
 from tests.kernels.needs import DTYPES, F64, close, compare, drawn
 
@@ -283,6 +285,72 @@ def test_permute(tokens: int, choices: int, width: int, kept: str, dtype: torch.
         close(got, want, torch.float32 if name == "weights" else dtype, name, width**0.5)
 
 
+RULES = [
+    *((Rule(2, scores), 5) for scores in ("logits", "softmax", "sigmoid", "sqrtsoftplus")),
+    *((Rule(1, scores), 4) for scores in ("softmax", "sigmoid", "sqrtsoftplus")),
+    (Rule(4, "sigmoid", 3, 2, 2.5), 15),
+    (Rule(6, "logits", 4, 3, 0.5), 24),
+    (Rule(3, "softmax", 8, 3, 3.0), 8),
+    (Rule(22, "sqrtsoftplus", factor=1.5), 1100),
+    (Rule(3, "softmax", factor=1.5), 700),
+]
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("rule", "experts"), RULES, ids=str)
+def test_routing(rule: Rule, experts: int, given: bool) -> None:
+    """Experts, weights and gradients; a bias changes nothing but the choice."""
+    logits_TE = 3 * drawn(4, experts, dtype=torch.float32)
+    bias_E = None if rule.scores in ("logits", "softmax") else drawn(experts, dtype=torch.float32)
+    chosen_TK = torch.stack([torch.randperm(experts)[: rule.topk] for _ in range(4)])
+    grad_TK = drawn(4, rule.topk, dtype=torch.float32)
+    results = []
+    for routes, kind in ((triton_op("routing"), torch.float32), (routing.REFERENCE, F64)):
+        here = logits_TE.to(kind).requires_grad_()
+        bias = None if bias_E is None else bias_E.to(kind)
+        if given:
+            experts_TK, weights_TK = chosen_TK, routes.weigh(here, chosen_TK, rule)
+        else:
+            experts_TK, weights_TK = routes.route(here, bias, rule)
+        grads = torch.autograd.grad(weights_TK, here, grad_TK.to(kind))
+        results.append((experts_TK, weights_TK, *grads))
+    (experts_TK, *ours), (wanted_TK, *wanted) = results
+    assert experts_TK.dtype == torch.int64 and torch.equal(experts_TK, wanted_TK)
+    for name, got, want in zip(("weights", "gradient"), ours, wanted, strict=True):
+        assert got.dtype == torch.float32
+        close(got, want, torch.float32, name, growth=4)
+
+
+def test_routing_of_equal_and_of_broken_scores() -> None:
+    """Of equals the first; what is no number is best, and no expert comes twice."""
+    route = triton_op("routing").route
+    logits_TE = torch.zeros(4, 6)
+    logits_TE[1] = -torch.inf
+    logits_TE[2, 4] = torch.nan
+    logits_TE[3] = 40.0  # sigmoids are 1
+    for rule in (Rule(3, "logits"), Rule(3, "sigmoid"), Rule(4, "sqrtsoftplus", 3, 2)):
+        experts_TK, _ = route(logits_TE, None, rule)
+        assert torch.equal(experts_TK, routing.route(logits_TE, None, rule)[0])
+        equal = list(range(rule.topk))
+        assert experts_TK[[0, 1, 3]].tolist() == [equal] * 3
+        first = [0, 1, 5] if rule.groups > 1 else [0, 1]
+        assert experts_TK[2].tolist() == [4, *first]
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "sqrtsoftplus"])
+def test_routing_far_from_zero(scores: Any) -> None:
+    """Scores that nearly vanish keep their digits, and those that do have no gradient."""
+    logits_TE = torch.tensor([[-20.0, -30.0, -25.0], [-300.0, -200.0, -250.0], [80.0, 5.0, -80.0]])
+    results = []
+    for routes in (triton_op("routing"), routing.REFERENCE):
+        here = logits_TE.clone().requires_grad_()
+        weights_TK = routes.route(here, None, Rule(3, scores))[1]
+        (grad_TE,) = torch.autograd.grad(weights_TK[:, 0].sum(), here)
+        results.append((weights_TK, grad_TE))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-30)
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize(
     "dtypes",
@@ -356,6 +424,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         misplaced(4, 6), torch.zeros(6, dtype=torch.int64), 4, False
     ),
     "softmax": lambda: triton_op("masked_softmax")(misplaced(1, 1, 4, 4), None, True, 1.0),
+    "routing in fp64": lambda: triton_op("routing").route(
+        torch.zeros(2, 4, dtype=F64), None, Rule(2, "logits")
+    ),
     "adam": lambda: triton_op("adam")(*(strided(4) for _ in range(4)), adam_step(1)),
     "adam in fp64": lambda: triton_op("adam")(*torch.ones(4, 4, dtype=F64), adam_step(1)),
 }

@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mixtral's": {
         "num_experts": 4,
         "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+        "moe_aux_loss_coeff": (0.1,),
         "swiglu": True,
         "add_bias_linear": False,
     },

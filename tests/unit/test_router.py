@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron.core import rng, saved_tensors, sharding
+from megatron.core.kernels import routing, table
+from megatron.core.kernels.routing import Routes
 from megatron.core.mesh import Mesh
 from megatron.core.recompute import recompute
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import noise, routing
+from megatron.core.transformer.moe import noise
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.router_config import RouterConfig
+from megatron.core.transformer.moe.routing import rule_of
 
 F64 = torch.float64
 HIDDEN, EXPERTS, SHAPE = 6, 8, (5, 3)
@@ -47,9 +50,12 @@ def config_of(**choices: object) -> TransformerConfig:
     )
 
 
-def router_of(dtype: torch.dtype = F64, **choices: object) -> Router:
+def router_of(
+    dtype: torch.dtype = F64, routes: Routes = routing.REFERENCE, **choices: object
+) -> Router:
     """Return a router with drawn weights and, if it has any, drawn biases."""
-    router = Router(config_of(**choices), 0, Mesh.serial(), dtype, num_experts=EXPERTS)
+    config, mesh = config_of(**choices), Mesh.serial()
+    router = Router(config, 0, mesh, dtype, num_experts=EXPERTS, routes=routes)
     rng.initialize(router, 7)
     if router.expert_bias is not None:
         drawn = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(5))
@@ -150,7 +156,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(groups: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     scores_TE = torch.randint(3, (500, experts), generator=generator).float()
     for scores_E, chosen in zip(
-        scores_TE.tolist(), routing.choose(scores_TE, config).tolist(), strict=True
+        scores_TE.tolist(), routing.choose(scores_TE, rule_of(config)).tolist(), strict=True
     ):
         allowed = list(range(experts))
         if groups:
@@ -163,6 +169,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(groups: bool) -> None:
         assert chosen == sorted(allowed, key=lambda e: -scores_E[e])[:topk]
 
 
+@pytest.mark.parametrize("backend", ["reference", "function"])
 @pytest.mark.parametrize("kind", ["all", "some", "a sample without", "none"])
 @pytest.mark.parametrize(
     "choices",
@@ -180,8 +187,11 @@ def test_of_equal_scores_the_first_experts_are_chosen(groups: bool) -> None:
     ],
     ids=str,
 )
-def test_router_equals_what_is_written_out(choices: dict[str, object], kind: str) -> None:
-    router, valid_SB = router_of(**ALL_LOSSES, **choices), mask(kind)
+def test_router_equals_what_is_written_out(
+    choices: dict[str, object], kind: str, backend: str
+) -> None:
+    routes = table.TABLE["routing"][backend].implementation
+    router, valid_SB = router_of(routes=routes, **ALL_LOSSES, **choices), mask(kind)
     config = router.config
     before = tokens(8)
     router(before, Context(dropout=KEY), SHAPE)

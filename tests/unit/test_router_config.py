@@ -35,6 +35,10 @@ GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_to
             {"moe_router_load_balancing_type": ("sinkhorn",), "moe_expert_capacity_factor": 1.0},
             "sinkhorn and --moe-expert-capacity-factor",
         ),
+        (
+            {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_fusion": True},
+            "sinkhorn and --moe-router-fusion",
+        ),
         ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
         ({"moe_input_jitter_eps": 1.0}, "must lie in [0, 1)"),
         ({"moe_expert_capacity_factor": 0.0}, "must not be zero"),

@@ -27,6 +27,8 @@ from megatron.core.kernels import (
     permute,
     permute_in_places,
     rope,
+    routing,
+    routing_of_chosen,
     sdpa,
 )
 from megatron.core.kernels.probe import INSTALL, missing, triton_missing
@@ -138,6 +140,11 @@ TABLE: dict[str, dict[str, Backend]] = {
         "triton": in_triton("permute:MOVES"),
         "function": Backend(permute_in_places.MOVES),
         "reference": Backend(permute.REFERENCE),
+    },
+    "routing": {
+        "triton": in_triton("routing:ROUTES"),
+        "function": Backend(routing_of_chosen.FUNCTION),
+        "reference": Backend(routing.REFERENCE),
     },
     "adam": {
         "triton": in_triton("adam:adam"),

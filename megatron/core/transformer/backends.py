@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import table
+from megatron.core.kernels import routing, table
 from megatron.core.kernels.attention import AttentionFunction
 from megatron.core.kernels.cross_entropy import Kernels
 from megatron.core.kernels.grouped import LOOP, GroupedProducts
 from megatron.core.kernels.norm import WIDEST_FUSED
 from megatron.core.kernels.permute import REFERENCE, Moves
+from megatron.core.kernels.routing import Routes
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 
@@ -33,6 +34,8 @@ class Backends:
     """Of experts."""
     permute: Moves
     """Of tokens, sorted by expert."""
+    routing: Routes
+    """Of tokens to experts."""
     cross_entropy: Kernels | Callable[..., Tensor]
     names: dict[str, str]
     """Op -> backend, for the start-up log."""
@@ -71,6 +74,7 @@ def choose_backends(
         activation=function,
         grouped_products=chosen.pop("grouped_products", LOOP),
         permute=chosen.pop("permute", REFERENCE),
+        routing=chosen.pop("routing", routing.REFERENCE),
         **chosen,
         names=names,
         unfit={op: unfit.get(op, {}) for op in names},
@@ -109,6 +113,7 @@ def wanted_backends(config: TransformerConfig) -> dict[str, str]:
     if config.moe.num_experts is not None:
         experts["grouped_products"] = "auto" if config.moe.moe_grouped_gemm else "reference"
         experts["permute"] = "auto" if config.moe.moe_permute_fusion else "reference"
+        experts["routing"] = "auto" if config.router.moe_router_fusion else "reference"
     return {
         "attention": table.attention_backend(
             config.attention_backend, fusion.masked_softmax_fusion
@@ -134,6 +139,7 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
     unfit: dict[str, dict[str, str]] = {
         op: {} for op in ("attention", "layer_norm", "rms_norm", "cross_entropy")
     }
+    unfit["routing"] = _unfit_for_routing(config)
     if config.attention.softmax_type != "vanilla":
         kind = config.attention.softmax_type
         reason = f"it has no extra logit (--softmax-type {kind})"
@@ -170,3 +176,12 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
     )
     unfit["cross_entropy"][passed_over] = reason
     return unfit
+
+
+def _unfit_for_routing(config: TransformerConfig) -> dict[str, str]:
+    experts, most = config.moe.num_experts or 0, routing.WIDEST_FUSED
+    if config.router.moe_router_dtype == "fp64":
+        return {"triton": "its kernels count in fp32 (--moe-router-dtype fp64)"}
+    if experts > most:
+        return {"triton": f"{most} experts fit it, not --num-experts {experts}"}
+    return {}

@@ -47,6 +47,7 @@ CHANGEABLE = (
     "moe_flex_dispatcher_num_sms",
     "moe_grouped_gemm",
     "moe_permute_fusion",
+    "moe_router_fusion",
 )
 # Backends and memory are this machine's business, initial values are never used after a load.
 IGNORED = (

@@ -4,9 +4,9 @@ Every expert is a copy of its layer's dense MLP (Komatsuzaki et al., 2022, 2212.
 of it (He et al., 2024, 2410.07524). With granularity G expert e has slice e mod G, a G-th of the
 inner channels, and G experts side by side are one copy. Rows of the router are drawn at random, one
 for each copy: the experts of a copy get equal logits, and of equal ones the first are chosen
-(`routing.best`), so that a token visits whole copies in half precision too, where the logits of two
-copies may be equal. Its K weights sum to f (--moe-router-topk-scaling-factor, or 1), and those of a
-copy are equal. Then
+(`kernels.routing.best`), so that a token visits whole copies in half precision too, where logits of
+two copies may be equal. Its K weights sum to f (--moe-router-topk-scaling-factor, or 1), and
+those of a copy are equal. Then
 
     W1_e = slice of W1     b1_e = slice of b1     W2_e = slice of W2 x G / f     b2_e = b2 / f
 

@@ -113,6 +113,19 @@ def experts(share: Share, layer: int) -> list[Region]:
     ]
 
 
+def _scores(share: Share, tokens: int, weights: Piece) -> tuple[Piece, ...]:
+    """Return what a router's choice of experts for its ``tokens`` saves, but their numbers."""
+    config, experts = share.config.model.router, share.config.model.moe.num_experts
+    assert experts is not None
+    scores = Piece("scores", tokens * experts * share.main, share.main)
+    softmax = config.moe_router_score_function == "softmax"
+    if not config.moe_router_fusion:
+        return (scores, weights)
+    if softmax and config.moe_router_pre_softmax:
+        return (scores,)
+    return (weights if softmax else weights._replace(name="chosen scores"),)
+
+
 def _routed(share: Share) -> list[Region]:
     """Return the regions of what routed experts do, dispatch included."""
     model, sizes = share.config.model, share.config.axis_sizes
@@ -132,12 +145,9 @@ def _routed(share: Share) -> list[Region]:
         ranks = min(model.router.moe_router_topk, sizes["ep"]) * sizes["etp"]
         seen = ranks * rows
     stream = rows * model.routed_size * size
-    router = (
-        share.normed,
-        Piece("scores", own * moe.num_experts * share.main, share.main),
-        Piece("experts", choices * INDEX, INDEX),
-        Piece("weights", choices * share.main, share.main),
-    )
+    weights = Piece("weights", choices * share.main, share.main)
+    experts = Piece("experts", choices * INDEX, INDEX)
+    router = (share.normed, *_scores(share, own, weights), experts)
     places: tuple[Piece, ...] = (Piece("places", seen * INDEX, INDEX),)
     if not moe.moe_permute_fusion:
         places = (Piece("order", (rows if gathers else choices) * INDEX, INDEX), *places)
@@ -148,7 +158,7 @@ def _routed(share: Share) -> list[Region]:
         leaves.append(Region("leave", (back_,), sends=True))
     act = activation(share, rows, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
     rows_ = Piece("rows", stream, size)
-    joined = Piece("all weights", seen * share.main, share.main) if gathers else router[-1]
+    joined = Piece("all weights", seen * share.main, share.main) if gathers else weights
     back = choices * model.routed_size * size if not gathers else stream
     down, up = list[Region](), list[Region]()
     if moe.moe_latent_size is not None:

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from megatron.core import comm
+from megatron.core.kernels.routing import TINY, best, scores_of
 from megatron.core.mesh import Axis
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.moe.router_config import LOSS_NAMES, Z_LOSS, RouterConfig
-from megatron.core.transformer.moe.routing import TINY, best, scores_of
+from megatron.core.transformer.moe.routing import rule_of
 
 CountsSoFar = Callable[[Tensor], Tensor]
 """From the counts of a microbatch to those of the global batch so far; both end in tokens."""
@@ -47,7 +48,7 @@ def probabilities(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Return scores that sum to 1 over the experts."""
     if config.moe_router_score_function == "softmax":
         return logits_TE.softmax(-1)
-    scores_TE = scores_of(logits_TE, config)
+    scores_TE = scores_of(logits_TE, rule_of(config))
     return scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
 
 

@@ -74,6 +74,7 @@ class MoELayer(nn.Module):
             dtype,
             num_experts=moe.num_experts,
             sequence_parallel=sequence_parallel or self.cuts,
+            routes=backends.routing,
         )
         # Names of Megatron-LM's.
         self.fc1_latent_proj: nn.Module = nn.Identity()

@@ -3,7 +3,7 @@
     x' = x times random factors near 1, if any                       (`noise`)
     logits = x' W^T
     experts = the best by score, by Sinkhorn's assignment, or by the token's id
-    weights = what `routing` makes of the chosen scores
+    weights = what `kernels.routing` makes of the chosen scores
     kept = choices that are not too many for an expert               (`capacity`)
     losses = what uneven loads cost                                  (`balance`)
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.kernels.dtypes import accumulate_dtype
+from megatron.core.kernels.routing import REFERENCE, Routes, choose
 from megatron.core.mesh import Mesh
 from megatron.core.rng import DropoutKey
 from megatron.core.sharding import Init
@@ -58,6 +59,7 @@ class Router(nn.Module):
         dtype: of the model's weights.
         num_experts: E.
         sequence_parallel: each tensor-parallel rank routes a share of the positions.
+        routes: the op that chooses and weighs.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class Router(nn.Module):
         *,
         num_experts: int,
         sequence_parallel: bool = False,
+        routes: Routes = REFERENCE,
     ) -> None:
         super().__init__()
         self.config, self.layer, self.num_experts = config.router, layer, num_experts
+        self.routes, self.rule = routes, routing.rule_of(config.router)
         self.mesh, self.dtype, self.weights_dtype = mesh, dtype, accumulate_dtype(dtype)
         self.sharers = Sharers(mesh, sequence_parallel=sequence_parallel)
         wanted = config.router.moe_router_dtype
@@ -155,16 +159,13 @@ class Router(nn.Module):
         """Return the chosen experts and their weights."""
         if self.config.is_sinkhorn and not self.by_token_id:
             return self._assigned(logits_TE, valid_T)
-        scores_TE = routing.scores_of(logits_TE, self.config)
-        if self.by_token_id:
-            assert context.tokens_SB is not None, "routing by token ids needs them on every stage"
-            ids_T = self.sharers.share(context.tokens_SB).flatten()
-            wanted = (self.layer, self.num_experts, self.config.moe_router_topk)
-            experts_TK = noise.hashed_experts(ids_T, *wanted)
-        else:
-            bias_E = 0.0 if self.expert_bias is None else self.expert_bias
-            experts_TK = routing.choose(scores_TE.detach() + bias_E, self.config)
-        return experts_TK, routing.combine_weights(scores_TE, experts_TK, self.config)
+        if not self.by_token_id:
+            return self.routes.route(logits_TE, self.expert_bias, self.rule)
+        assert context.tokens_SB is not None, "routing by token ids needs them on every stage"
+        ids_T = self.sharers.share(context.tokens_SB).flatten()
+        wanted = (self.layer, self.num_experts, self.config.moe_router_topk)
+        experts_TK = noise.hashed_experts(ids_T, *wanted)
+        return experts_TK, self.routes.weigh(logits_TE, experts_TK, self.rule)
 
     def _assigned(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return experts by Sinkhorn's assignment, in evaluation by score, and their weights."""
@@ -173,7 +174,7 @@ class Router(nn.Module):
         by_TE = scores_TE
         if self.training:
             by_TE = sinkhorn.assignment(logits_TE, valid_T, self.sharers)
-        experts_TK = routing.choose(by_TE, self.config)
+        experts_TK = choose(by_TE, self.rule)
         return experts_TK, scores_TE.gather(1, experts_TK)
 
     def _kept(

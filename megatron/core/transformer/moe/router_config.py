@@ -86,6 +86,9 @@ class RouterConfig(Config):
     """Layers, of the first ones, whose experts follow from the token's id by a table; dense ones
     among them count."""
 
+    moe_router_fusion: bool = option(False)
+    """Choose and weigh a token's experts in one kernel; its backward keeps less."""
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
         check_at_least(self, 0, "moe_z_loss_coeff", "moe_router_bias_update_rate")
@@ -171,6 +174,7 @@ class RouterConfig(Config):
             "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
             "--moe-router-pre-softmax": self.moe_router_pre_softmax,
             "--moe-router-topk-scaling-factor": self.moe_router_topk_scaling_factor is not None,
+            "--moe-router-fusion": self.moe_router_fusion,
             f"--moe-router-score-function {self.moe_router_score_function}": (
                 self.moe_router_score_function != "softmax"
             ),

@@ -1,31 +1,18 @@
 """Where each token goes: experts chosen by score, and the weights that join their outputs.
 
-    softmax         weights = softmax of the chosen logits; with pre-softmax the chosen of the
-                    softmax over all of them                    (Shazeer et al., 2017, 1701.06538)
-    sigmoid         weights = sigmoid(chosen logits) / their sum   (DeepSeek-V3, 2412.19437, eq. 13)
-    sqrtsoftplus    weights = sqrt(softplus(chosen logits)) / their sum
+`kernels.routing` says how that follows from logits.
 
-    chosen = the k largest of score + bias, the bias of an expert (expert_bias) being for this
-             alone; of equal ones those with lower numbers
-
-Sums are of k > 1 terms: a single sigmoid is a weight as it is. A factor multiplies all weights.
-With groups, experts of the few best groups alone are candidates: a group's score is the sum of its
-best k / (groups taken) scores with their biases (DeepSeek-V3, section 2.1.2).
-
-Shapes: T tokens of this rank, E experts, K chosen of each token, G groups.
+Shapes: T tokens of this rank, E experts, K chosen of each token.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels.routing import Rule
 from megatron.core.transformer.moe.router_config import RouterConfig
-
-TINY = 1e-20
-"""Added to a sum of scores, as Megatron-LM does."""
 
 
 @dataclass(frozen=True)
@@ -51,67 +38,17 @@ class Routing:
     """Tokens of the whole microbatch that an expert takes at most."""
 
 
-def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Return the scores by which experts are chosen, before any bias, in the dtype of the logits.
-
-    Without pre-softmax those are the logits themselves, which stand in the order of their softmax.
-    """
-    match config.moe_router_score_function:
-        case "softmax":
-            return logits_TE.softmax(-1) if config.moe_router_pre_softmax else logits_TE
-        case "sigmoid":
-            return logits_TE.sigmoid()
-        case "sqrtsoftplus":
-            # softplus(x) = -log(sigmoid(-x)), exact where F.softplus is cut off; the root of what
-            # vanishes has no gradient.
-            softplus_TE = -F.logsigmoid(-logits_TE)
-            return softplus_TE.clamp_min(torch.finfo(softplus_TE.dtype).tiny).sqrt()
-
-
-def choose(scores_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Return the experts of each token, experts_TK, int64, best first; of equals the first.
-
-    Args:
-        scores_TE: scores with their biases.
-        config: how many, and of how many groups.
-    """
-    scores_TE = scores_TE.detach()
-    groups, taken = config.moe_router_num_groups, config.moe_router_group_topk
-    if groups is not None and taken is not None:
-        scores_TGe = scores_TE.unflatten(1, (groups, -1))
-        best_TG = scores_TGe.topk(config.moe_router_topk // taken, -1).values.sum(-1)
-        chosen_TG = torch.zeros_like(best_TG, dtype=torch.bool)
-        chosen_TG.scatter_(1, best(best_TG, taken), True)
-        scores_TE = scores_TGe.masked_fill(~chosen_TG.unsqueeze(-1), -torch.inf).flatten(1)
-    return best(scores_TE, config.moe_router_topk)
-
-
-def best(scores_TX: Tensor, count: int) -> Tensor:
-    """Return where the largest scores of each token stand, int64, best first; of equals the first.
-
-    `torch.topk` leaves open which of equals it takes. Products in half precision are often equal,
-    and those of experts that upcycling made alike always.
-    """
-    order_TX = scores_TX.sort(dim=-1, descending=True, stable=True).indices
-    return order_TX[:, :count].contiguous()
-
-
-def combine_weights(scores_TE: Tensor, experts_TK: Tensor, config: RouterConfig) -> Tensor:
-    """Return what the outputs of the chosen experts are multiplied by, weights_TK.
-
-    Args:
-        scores_TE: `scores_of`, without biases.
-        experts_TK: the chosen ones.
-        config: the score function and the factor.
-    """
-    weights_TK = scores_TE.gather(1, experts_TK)
-    if config.moe_router_score_function != "softmax":
-        if config.moe_router_topk > 1:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
-    elif not config.moe_router_pre_softmax:
-        weights_TK = weights_TK.softmax(-1)
-    factor = config.moe_router_topk_scaling_factor
-    return weights_TK if factor is None else weights_TK * factor
+def rule_of(config: RouterConfig) -> Rule:
+    """Return the rule by which a router chooses and weighs."""
+    name = config.moe_router_score_function
+    after = name == "softmax" and not config.moe_router_pre_softmax
+    return Rule(
+        topk=config.moe_router_topk,
+        scores="logits" if after else name,
+        groups=config.moe_router_num_groups or 1,
+        groups_taken=config.moe_router_group_topk or 1,
+        factor=config.moe_router_topk_scaling_factor or 1.0,
+    )
 
 
 def count(
