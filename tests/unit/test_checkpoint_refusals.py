@@ -1,6 +1,7 @@
 """What a load refuses or warns of: other tensors, damage, another schedule, other settings."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,15 @@ from megatron.core import sharding
 from megatron.core.dist_checkpointing import format
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.reader import DamagedError
+from megatron.core.mesh import Mesh
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.sharding import whole
 from megatron.core.utils import UserError
 from megatron.training.checkpoints.facts import RunFacts, check_rule
+from megatron.training.checkpoints.load import load_checkpoint
+from megatron.training.checkpoints.save import save_checkpoint
+from megatron.training.state import TrainState
+from tests.distributed.test_upcycling import config_of, run_of
 from tests.unit.checkpoint_runs import NORMAL, Run, equal
 
 
@@ -144,6 +150,43 @@ def test_other_shapes_are_said_before_another_schedule(tmp_path: Path) -> None:
     sharding.name_parameters(run.model)
     with pytest.raises(UserError, match=r"matrix: float32 \[4, 3\], here float32 \[5, 3\]"):
         run.load()
+
+
+EXPERTS, SHARED = "--num-experts 8", "--moe-shared-expert-intermediate-size 12"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("", EXPERTS, r"--num-experts was absent and is 8 here; .*add --moe-use-upcycling"),
+        (EXPERTS, "--num-experts 4", r"--num-experts was 8 and is 4 here; give the checkpoint's"),
+        (EXPERTS, "", r"--num-experts was 8 and is absent here"),
+        (
+            f"{EXPERTS} {SHARED}",
+            EXPERTS,
+            r"--moe-shared-expert-intermediate-size was 12 and is absent here",
+        ),
+        ("--swiglu", "", r"--swiglu was True and is False here"),
+        ("", "--num-layers 4", r"--num-layers was 3 and is 4 here"),
+        ("--ffn-hidden-size 48", "--ffn-hidden-size 24", r"--ffn-hidden-size was 48 and is 24"),
+        (
+            "--group-query-attention --num-query-groups 2",
+            "",
+            r"--num-query-groups was 2 and is 4 here",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_explained_by_flags_first(
+    tmp_path: Path, before: str, now: str, said: str
+) -> None:
+    saved = run_of(config_of(f"{before} --save {tmp_path}"), Mesh.serial())
+    save_checkpoint(saved, TrainState(iteration=2, consumed_samples=8))
+    config = config_of(f"{now} --load {tmp_path} --no-load-optim --no-load-rng")
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(run_of(config, Mesh.serial()), config.schedule)
+    first, *rest = str(caught.value).splitlines()
+    assert "is of another model: " in first and re.search(said, first), first
+    assert any("tensor(s)" in line for line in rest)
 
 
 def test_what_differs_from_the_checkpoint_is_said(tmp_path: Path) -> None:

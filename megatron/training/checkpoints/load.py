@@ -194,7 +194,9 @@ class _Loading:
                     told=told,
                 )
         except CheckpointError as error:
-            raise CheckpointError(f"{error}\n{_WAYS_OUT}") from None
+            stored, here = self._facts.get("config", {}), self._run.facts.config
+            cause = settings.explain(stored, here, self._folder, upcycles=self._upcycles)
+            raise CheckpointError(f"{cause}{error}\n{_WAYS_OUT}") from None
 
     def _follow(self) -> None:
         """Compare models and choose the schedule, worth a word only where the weights fit."""

@@ -105,20 +105,50 @@ def check_model(
     Raises:
         UserError: the architecture differs.
     """
-    changed = [
-        f"{spec.flag} was {as_words(stored[name])} and is {as_words(config[name])} here"
-        for name, spec in architecture().items()
-        if name in stored and name in config and not _same(config[name], stored[name])
-    ]
+    changed = _changed(stored, config)
     if not changed:
         return
-    message = f"{folder} is of another model: {'; '.join(changed)}"
+    message = f"{folder} is of another model: {'; '.join(changed.values())}"
     if warn is None:
         raise UserError(
             f"{message}. Give the checkpoint's settings (--use-checkpoint-args takes them from "
             "it), or --finetune to start a run of its own from these weights"
         )
     warn(f"WARNING: {message}")
+
+
+def explain(
+    stored: Mapping[str, Any], config: Mapping[str, Any], folder: Path, *, upcycles: bool
+) -> str:
+    """Return a line on the flags for which weights do not fit, as far as settings tell; or "".
+
+    Args:
+        stored: as for `check_model`.
+        config: likewise.
+        folder: of the checkpoint.
+        upcycles: experts are made of it, so that theirs are no settings of the checkpoint.
+    """
+    own = {*specs(MoEConfig), *specs(RouterConfig)} if upcycles else set()
+    changed = {name: text for name, text in _changed(stored, config).items() if name not in own}
+    if not changed:
+        return ""
+    way_out = "give the checkpoint's settings, or load a checkpoint of this model"
+    if "num_experts" in changed and stored["num_experts"] is None:
+        way_out += ", or add --moe-use-upcycling, which makes experts of dense MLPs"
+    return f"{folder} is of another model: {'; '.join(changed.values())}; {way_out}\n"
+
+
+def _changed(stored: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is said of each setting of the architecture that differs."""
+    return {
+        name: f"{spec.flag} was {_told(stored[name])} and is {_told(config[name])} here"
+        for name, spec in architecture().items()
+        if name in stored and name in config and not _same(config[name], stored[name])
+    }
+
+
+def _told(value: Any) -> str:
+    return "absent" if value is None else as_words(value)
 
 
 def merge(
