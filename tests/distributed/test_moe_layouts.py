@@ -177,6 +177,44 @@ def test_equals_the_serial_run(
     assert found.traffic == moved
 
 
+GRADS, WEIGHTS = (
+    f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params")
+)
+
+
+@pytest.mark.parametrize(
+    ("variant", "world", "layout"),
+    [
+        ("plain", 4, f"{EP} 2 {A2A} {GRADS}"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("plain", 4, f"{EP} 2 {A2A} {GRADS} --overlap-grad-reduce"),
+                ("rich", 4, f"{EP} 2 {A2A} {WEIGHTS} --overlap-grad-reduce"),
+                ("plain", 4, f"{EP} 2 --use-megatron-fsdp"),
+                ("ahead", 4, f"{EP} 2 {A2A} {GRADS}"),
+                ("plain", 8, f"{PP} 2 --pipeline-schedule zb-v {EP} 2 {A2A} {GRADS}"),
+                (
+                    "rich",
+                    8,
+                    f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 {EP} 2 {A2A} {WEIGHTS}",
+                ),
+            )
+        ),
+    ],
+)
+def test_experts_alone_in_their_instance_are_summed_once(
+    pool: Pool, variant: str, world: int, layout: str
+) -> None:
+    """Dense layers share gradients out, microbatch by microbatch; experts share nothing."""
+    words = f"{VARIANTS[variant]} --micro-batch-size 1"
+    expected, _ = outcome(pool, 1, words)
+    found, moved = outcome(pool, world, f"{words} {layout} {INSTANCES}")
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+    assert found.traffic == moved
+
+
 MUON = "--optimizer muon --muon-nesterov"
 
 

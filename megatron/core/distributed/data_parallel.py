@@ -11,7 +11,8 @@ bucket is launched as soon as it and those before it are complete, while the bac
     publish_weights()     weights that other ranks updated are gathered
 
     no_shard, optim       one sum of each bucket per iteration, then sums of regions (`finalize`)
-    optim_grads(_params)  one sum of each unit per microbatch (`fully_sharded`), then of regions
+    optim_grads(_params)  one sum of each unit per microbatch (`fully_sharded`), then of regions;
+                          of experts alone in their instance one per iteration, at its end
 
 When a gradient is complete in a backward, autograd's hook tells: it comes once, after everything
 that uses the parameter, also where layers add the gradient themselves. Without a gradient it does
@@ -72,7 +73,7 @@ class DataParallel:
         for parameter in self._frozen:
             pieces.provide(parameter, fill)
         shared = in_several(modules)
-        by_chunk = []
+        by_chunk: list[list[FlatBuffer]] = []
         for parameters in trainable(modules):
             numel = sum(parameter.numel() for parameter in parameters)
             by_chunk.append(
@@ -102,8 +103,10 @@ class DataParallel:
                 reduce_dtype,
                 overlap=overlaps,
             )
-        else:
-            self._queues = [_Queue(mine, shared, reduce_dtype, overlaps) for mine in by_chunk]
+            # Experts whose replicas share nothing have all gradients, which are summed at the end.
+            by_chunk = [[b for b in mine if not b.shares.gradients] for mine in by_chunk]
+            overlaps = False
+        self._queues = [_Queue(mine, shared, reduce_dtype, overlaps) for mine in by_chunk]
         if self.shares.axis.size > 1 and not self.shares.weights:
             overlap = config.overlap_param_gather
             self._gather = WeightGather(self.buffers, find_units(modules), overlap=overlap)

@@ -191,6 +191,10 @@ class FullySharded:
         self._drain(0)
 
     def _sum(self, buffer: FlatBuffer) -> None:
+        if (
+            not buffer.shares.gradients
+        ):  # they add up in place, and are summed once (`DataParallel`)
+            return
         self._pending.append(reduction.start(buffer, 0, self._reduce_dtype))
         self._drain(self._in_flight)
 

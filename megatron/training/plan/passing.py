@@ -96,7 +96,7 @@ class _Sizes:
     @classmethod
     def of(cls, config: RunConfig, plan: BufferPlan) -> "_Sizes":
         precision, shares = config.precision, shares_of(config, plan)
-        if shares == 1:  # experts with one replica: whole all the time, and summed by nobody
+        if shares == 1:  # experts alone in their instance: whole all the time, summed at the end
             return cls(0, 0, 0)
         kept, travels = BYTES[precision.grad_dtype], BYTES[precision.reduce_dtype]
         copied = plan.size * travels if precision.reduce_dtype != precision.grad_dtype else 0

@@ -1,7 +1,8 @@
 """Bytes that are on a rank for communication after the last backward; from configs alone.
 
 Where gradients travel in another dtype than they are kept in, all buckets of a chunk are copied at
-once; those of whole units, which are summed in every backward, are in `passing`. Then gradients of
+once; those of whole units, which are summed in every backward, are in `passing`, but experts alone
+in their instance share nothing and are summed here. Then gradients of
 regions are summed in place, but for those that lie in several pieces, which are packed for a moment
 (`core/distributed/finalize`). Muon gathers matrices that tensor-parallel ranks hold parts of, where
 each makes all of the update.
@@ -26,8 +27,7 @@ from megatron.training.plan.accounting import (
 def copies(config: RunConfig, chunks: Sequence[Sequence[BufferPlan]]) -> list[int]:
     """Return the bytes of each chunk's gradients as they travel, where these are copies."""
     precision = config.precision
-    by_unit = config.replicas.shards_gradients and config.shares > 1
-    if precision.reduce_dtype == precision.grad_dtype or by_unit:
+    if precision.reduce_dtype == precision.grad_dtype:
         return [0] * len(chunks)
     size = BYTES[precision.reduce_dtype]
     return [size * sum(_sent(config, plan) for plan in chunk) for chunk in chunks]
@@ -36,7 +36,8 @@ def copies(config: RunConfig, chunks: Sequence[Sequence[BufferPlan]]) -> list[in
 def _sent(config: RunConfig, plan: BufferPlan) -> int:
     """Return the elements of a buffer that are sent, and of what comes out apart."""
     shares = shares_of(config, plan)
-    if replicas_of(config, plan) == 1:
+    by_unit = config.replicas.shards_gradients and shares > 1
+    if replicas_of(config, plan) == 1 or by_unit:
         return 0
     # Of what is shared out, this rank's share comes out apart.
     return plan.size + (divide(plan.size, shares) if shares > 1 else 0)

@@ -15,7 +15,7 @@ optimizer), of every buffer:
                           all_gather      m x P w         for every chunk that uses it, in backward
 
 Experts' buffers move the same over ``edp`` (``edp_inner``), with its ranks for R; one replica moves
-nothing.
+nothing, and those alone in their instance share nothing, whatever the strategy (no_shard).
 
 An evaluation gathers as forwards do. Recomputed units of several layers gather all of them but the
 last once more in backward. Instances add their shares up, P / R elements, by an all-reduce over
