@@ -48,6 +48,8 @@ TRAVEL = (
     "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm "
     "--global-batch-size 20"
 )
+FILLED = "--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
+BALANCED = "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
 FLAT = {
     "tp2": TP2,
     "tp2 sp": f"{TP2} --sequence-parallel --bf16",
@@ -71,6 +73,10 @@ FLAT = {
     "--moe-token-dispatcher-type alltoall",
     "tp2, softmax routed at once": f"{TP2} --num-experts 4 --bf16 --moe-router-fusion "
     "--moe-router-pre-softmax --moe-router-topk 1",
+    "tp2 sp, filled experts": f"{TP2} --sequence-parallel --num-experts 4 {FILLED}",
+    "tp2, filled experts of each": f"{TP2} --num-experts 4 {FILLED} --bf16 "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-router-topk 4 "
+    "--moe-token-dispatcher-type alltoall",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
     "ring": f"{CP2} {ROPE}",
     "ring in bf16": f"{CP2} --bf16 --qk-layernorm",
@@ -117,6 +123,11 @@ SCHEDULES = {
     "--moe-router-fusion",
     "1f1b, activations of experts": f"{EXPERTS} --swiglu {PARTS} moe_act shared_experts",
     "gpipe, experts moved": f"--pipeline-schedule gpipe {EXPERTS} {MOVED} expert_fc1 moe_act",
+    "zb-h1, routers in fp64": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-router-dtype fp64 "
+    f"{BALANCED}",
+    "zb-h1, jitter": f"--pipeline-schedule zb-h1 {EXPERTS} --moe-input-jitter-eps 0.1",
+    "1f1b, jitter made again": f"{EXPERTS} --moe-input-jitter-eps 0.1 {PARTS} moe {BALANCED}",
+    "zb-h1, filled experts": f"--pipeline-schedule zb-h1 {EXPERTS} {FILLED} --swiglu",
     "combined 1f1b": f"{TRAVEL}",
     "combined interleaved": f"{TRAVEL} --num-virtual-stages-per-pipeline-rank 2",
     "combined, delayed": f"{TRAVEL} --delay-wgrad-compute --swiglu",

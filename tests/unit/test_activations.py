@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.transformer.moe.balanced import Balance
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import activations, attention_bytes
@@ -25,6 +26,8 @@ LATENT = (
     "--multi-latent-attention --position-embedding-type rope --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 12 --kv-lora-rank 20"
 )
+ROUTED = "--num-experts 16"
+SIGMOID = "--moe-router-score-function sigmoid"
 MODELS = [
     "",
     "--bf16",
@@ -68,6 +71,30 @@ MODELS = [
     "--moe-shared-expert-gate --normalization RMSNorm",
     "--num-experts 4 --moe-latent-size 24",
     "--num-experts 4 --moe-latent-size 24 --bf16 --swiglu --moe-shared-expert-intermediate-size 48",
+    f"{ROUTED} --bf16 --moe-router-dtype fp32",
+    f"{ROUTED} --moe-router-dtype fp64 --moe-aux-loss-coeff 0.1",
+    f"{ROUTED} --bf16 --moe-input-jitter-eps 0.1 --moe-shared-expert-intermediate-size 48",
+    f"{ROUTED} --fp64 --moe-input-jitter-eps 0.1 --moe-router-topk-scaling-factor 2",
+    f"{ROUTED} --moe-z-loss-coeff 0.1 --moe-aux-loss-coeff 0.1 --bf16",
+    f"{ROUTED} --moe-router-pre-softmax --moe-router-load-balancing-type global_aux_loss "
+    "--moe-aux-loss-coeff 0.1",
+    f"{ROUTED} {SIGMOID} --moe-router-enable-expert-bias --moe-permute-fusion",
+    f"{ROUTED} {SIGMOID} --moe-router-topk 1 --moe-router-pre-softmax",
+    f"{ROUTED} {SIGMOID} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
+    "--bf16 --moe-router-dtype fp32 --moe-router-topk-scaling-factor 2.5",
+    f"{ROUTED} --moe-router-score-function sqrtsoftplus --moe-router-topk 3",
+    f"{ROUTED} --moe-router-score-function sqrtsoftplus --moe-aux-loss-coeff 0.1 --bf16",
+    f"{ROUTED} --moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 0.1",
+    f"{ROUTED} --moe-router-force-load-balancing",
+    f"{ROUTED} --moe-router-fusion --moe-router-topk-scaling-factor 2 --moe-aux-loss-coeff 0.1",
+    f"{ROUTED} --moe-router-fusion {SIGMOID} --moe-router-dtype fp64 --moe-z-loss-coeff 0.1",
+    f"{ROUTED} --moe-router-fusion --moe-router-pre-softmax --moe-z-loss-coeff 0.1 --bf16",
+    f"{ROUTED} --moe-router-fusion --moe-router-dtype fp64",
+    f"{ROUTED} --moe-expert-capacity-factor 4",
+    f"{ROUTED} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity",
+    f"{ROUTED} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity --bf16 --swiglu",
+    f"{ROUTED} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity --geglu "
+    "--moe-router-topk 1 --moe-router-pre-softmax --moe-latent-size 24",
 ]
 WITHIN = 0.001
 
@@ -90,6 +117,8 @@ def saved(run: RunConfig, stage: Stage) -> int:
     bounds = torch.arange(0, samples * length + 1, length // 2, dtype=torch.int32)
     tokens, labels = (torch.randint(0, 100, (samples, length)) for _ in range(2))
     dtype = getattr(torch, run.residual_dtype)
+    if run.model.moe.num_experts is not None:
+        chunk.balance = Balance(None, run.model.router.loss_weights, torch.tensor(1.0))
     x = None if stage.is_first else torch.randn(length, samples, 64, dtype=dtype)
     with saved_tensors.counting(known) as meter:
         out = chunk(

@@ -1,18 +1,18 @@
 """What a layer's channel block saves for its backward: an MLP, or experts; from configs alone.
 
 Of experts as many rows are counted as there are if all get equally many: each rank along ``ep`` an
-even share of all choices. How many a rank gets in a run depends on its tokens.
+even share of all choices. How many a rank gets in a run depends on its tokens, unless experts are
+filled up to a capacity.
 
 Shapes in comments: N tokens of a rank, f inner width of a rank.
 """
 
 from dataclasses import replace
 
+from megatron.training.plan import saved_routers
 from megatron.training.plan.attention_bytes import Piece
+from megatron.training.plan.saved_routers import INDEX
 from megatron.training.plan.share import Region, Share
-
-INDEX = 8
-"""Bytes of the number of a row, a token or an expert."""
 
 SAVED_BY_ACTIVATION = {
     "gelu": 0,
@@ -85,12 +85,14 @@ def experts(share: Share, layer: int) -> list[Region]:
             gates = share.outer * share.size
             kept = (Piece("shared output", share.stream, share.size), Piece("gates", gates, 1))
             shared.append(Region("gate", (share.normed, *kept), share.stream + gates))
+    routed = _routed(share)
     # Of all that put off their gradients the router is last to let go of the block's input.
     shared = [
-        replace(region, late=region.late - share.stream) if share.normed in region.saved else region
+        replace(region, late=region.late - share.stream)
+        if share.normed in region.saved and share.normed in routed[0].saved
+        else region
         for region in shared
     ]
-    routed = _routed(share)
     whole = [*routed, *shared]
     if "moe" not in modules:
         if not model.moe.moe_shared_expert_overlap:
@@ -103,7 +105,8 @@ def experts(share: Share, layer: int) -> list[Region]:
     down = [replace(r, inputs=(share.normed,), recomputed="moe") for r in rest if r.name == "down"]
     rest = [region for region in rest if region.name != "down"]
     sorting = () if down else next(region.saved for region in rest if region.name == "dispatch")
-    numbers = tuple(dict.fromkeys((*router.saved[1:], *sorting)))
+    made = (piece for piece in router.saved if piece != share.normed)
+    numbers = tuple(dict.fromkeys((*made, *sorting)))
     saved = tuple(dict.fromkeys(piece for region in rest for piece in (*region.saved, *numbers)))
     given, late = (share.normed,), sum(region.late for region in rest)
     return [
@@ -111,19 +114,6 @@ def experts(share: Share, layer: int) -> list[Region]:
         *down,
         Region("moe", saved, late, given, recomputed="moe"),
     ]
-
-
-def _scores(share: Share, tokens: int, weights: Piece) -> tuple[Piece, ...]:
-    """Return what a router's choice of experts for its ``tokens`` saves, but their numbers."""
-    config, experts = share.config.model.router, share.config.model.moe.num_experts
-    assert experts is not None
-    scores = Piece("scores", tokens * experts * share.main, share.main)
-    softmax = config.moe_router_score_function == "softmax"
-    if not config.moe_router_fusion:
-        return (scores, weights)
-    if softmax and config.moe_router_pre_softmax:
-        return (scores,)
-    return (weights if softmax else weights._replace(name="chosen scores"),)
 
 
 def _routed(share: Share) -> list[Region]:
@@ -144,10 +134,10 @@ def _routed(share: Share) -> list[Region]:
     elif kind == "flex":  # at most, each choice being of another rank
         ranks = min(model.router.moe_router_topk, sizes["ep"]) * sizes["etp"]
         seen = ranks * rows
-    stream = rows * model.routed_size * size
-    weights = Piece("weights", choices * share.main, share.main)
-    experts = Piece("experts", choices * INDEX, INDEX)
-    router = (share.normed, *_scores(share, own, weights), experts)
+    filled = saved_routers.filled_rows(share)
+    computed = rows if filled is None else filled
+    stream = computed * model.routed_size * size
+    router, weights = saved_routers.router(share, own)
     places: tuple[Piece, ...] = (Piece("places", seen * INDEX, INDEX),)
     if not moe.moe_permute_fusion:
         places = (Piece("order", (rows if gathers else choices) * INDEX, INDEX), *places)
@@ -156,23 +146,28 @@ def _routed(share: Share) -> list[Region]:
         here, back_ = (Piece(f"order {way}", rows * INDEX, INDEX) for way in ("here", "back"))
         arrives.append(Region("arrive", (here,), awaits=True))
         leaves.append(Region("leave", (back_,), sends=True))
-    act = activation(share, rows, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
+    act = activation(share, computed, moe.moe_ffn_hidden_size // sizes["etp"], "expert ")
     rows_ = Piece("rows", stream, size)
     joined = Piece("all weights", seen * share.main, share.main) if gathers else weights
-    back = choices * model.routed_size * size if not gathers else stream
+    back = (rows if gathers else choices) * model.routed_size * size
+    come: tuple[Piece, ...] = ()
+    if filled is not None:
+        come = (Piece("places in capacity", rows * INDEX, INDEX),)
     down, up = list[Region](), list[Region]()
     if moe.moe_latent_size is not None:
         latents = Piece("latents", own * moe.moe_latent_size * size, size)
-        down.append(Region("down", (share.normed,), latents.size))
+        held = 0 if share.normed in router.saved else share.stream
+        down.append(Region("down", (share.normed,), latents.size + held))
         # Shared experts put off the same gradient, unless it is gathered or scaled for them.
         alike = share.outer == share.tokens and not moe.moe_shared_expert_gate
-        held = moe.moe_shared_expert_intermediate_size is not None and alike
-        up.append(Region("up", (latents,), latents.size + (0 if held else share.stream)))
+        shared = moe.moe_shared_expert_intermediate_size is not None and alike
+        up.append(Region("up", (latents,), latents.size + (0 if shared else share.stream)))
     return [
-        Region("router", router, share.stream + own * moe.num_experts * size),
+        router,
         *down,
         Region("dispatch", places, sends=travel),
         *arrives,
+        *([Region("fill", come)] if come else []),
         Region("in", (rows_,), rows_.size + (act[0].size or act[-1].size), offloaded="expert_fc1"),
         Region(
             "act",

@@ -7,6 +7,7 @@ Shapes: N rows that came, M rows with those that were added, H hidden.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,20 @@ def padded(compute: Compute, limit: int) -> Compute:
         expert_N = experts.repeat_interleave(counts, output_size=len(x_NH))
         first_N = (counts.cumsum(0) - counts)[expert_N]
         place_N = expert_N * size + torch.arange(len(x_NH), device=x_NH.device) - first_N
-        x_MH = x_NH.new_zeros(size * len(sizes), x_NH.shape[1]).index_copy(0, place_N, x_NH)
+        x_MH = _Fill.apply(x_NH, place_N, size * len(sizes))
         return compute(x_MH, [size] * len(sizes)).index_select(0, place_N)
 
     return run
+
+
+class _Fill(torch.autograd.Function):
+    """Rows at their places among zeros; torch's own op would keep them for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(place_N)
+        return x_NH.new_zeros(rows, x_NH.shape[1]).index_copy_(0, place_N, x_NH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None
