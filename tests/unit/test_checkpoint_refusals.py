@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from megatron.core import sharding
+from megatron.core.config import specs
 from megatron.core.dist_checkpointing import format
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.reader import DamagedError
 from megatron.core.mesh import Mesh
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.sharding import whole
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
+from megatron.training.checkpoints import settings
 from megatron.training.checkpoints.facts import RunFacts, check_rule
 from megatron.training.checkpoints.load import load_checkpoint
 from megatron.training.checkpoints.save import save_checkpoint
@@ -187,6 +190,101 @@ def test_weights_that_do_not_fit_are_explained_by_flags_first(
     first, *rest = str(caught.value).splitlines()
     assert "is of another model: " in first and re.search(said, first), first
     assert any("tensor(s)" in line for line in rest)
+
+
+TRAVELS = f"{EXPERTS} {SHARED} --moe-token-dispatcher-type alltoall"
+ROTARY = "--position-embedding-type rope"
+BALANCE = "--moe-router-load-balancing-type"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (TRAVELS, f"{TRAVELS} --moe-shared-expert-overlap"),
+        (f"{TRAVELS} --moe-shared-expert-overlap", TRAVELS),
+        (EXPERTS, f"{EXPERTS} --moe-router-fusion --moe-permute-fusion --moe-grouped-gemm"),
+        (EXPERTS, f"{EXPERTS} --moe-layer-freq [1]*3"),
+        (f"{EXPERTS} --moe-layer-freq [1,0,1]", f"{EXPERTS} --moe-layer-freq 2"),
+        (f"{ROTARY} --no-rope-freq 2", f"{ROTARY} --no-rope-freq [0,1,0]"),
+        (f"{ROTARY} --no-rope-freq [0]*3", ROTARY),
+        (
+            "--window-size 4,0 --window-attn-skip-freq [1,0,1]",
+            "--window-size 4,0 --window-attn-skip-freq 2",
+        ),
+        ("--window-size 4,0", "--window-size 4,0 --window-attn-skip-freq [1]*3"),
+        (EXPERTS, f"{EXPERTS} {BALANCE} seq_aux_loss"),
+        (f"{EXPERTS} {BALANCE} global_aux_loss", f"{EXPERTS} {BALANCE} none"),
+    ],
+)
+def test_what_makes_no_other_model_may_change(tmp_path: Path, before: str, now: str) -> None:
+    said = _crossing(tmp_path, before, now)
+    assert "another model" not in said
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (EXPERTS, f"{EXPERTS} {BALANCE} sinkhorn", "was aux_loss and is sinkhorn here"),
+        (f"{EXPERTS} {BALANCE} sinkhorn", EXPERTS, "was sinkhorn and is aux_loss here"),
+        (f"{ROTARY} --no-rope-freq 2", f"{ROTARY} --no-rope-freq [1,0,0]", "--no-rope-freq was 2"),
+        (ROTARY, f"{ROTARY} --no-rope-freq 3", "--no-rope-freq was absent and is 3 here"),
+        (
+            "--window-size 4,0 --window-attn-skip-freq [0,1,1]",
+            "--window-size 4,0 --window-attn-skip-freq 2",
+            "and is 2 here",
+        ),
+    ],
+)
+def test_weights_that_mean_something_else_are_refused(
+    tmp_path: Path, before: str, now: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        _crossing(tmp_path, before, now)
+    with pytest.raises(UserError, match="but the checkpoint has"):
+        config_of(f"{now} --load {tmp_path} --use-checkpoint-args {_balance_of(now)}")
+
+
+def _balance_of(words: str) -> str:
+    """Return what says the default kind of balance, where that is what a checkpoint contradicts."""
+    return "" if BALANCE in words or EXPERTS not in words else f"{BALANCE} aux_loss"
+
+
+def _crossing(folder: Path, before: str, now: str) -> str:
+    """Save a run with some flags and go on with others; return what was said."""
+    saved = run_of(config_of(f"{before} --save {folder}"), Mesh.serial())
+    save_checkpoint(saved, TrainState(iteration=2, consumed_samples=8))
+    config, lines = config_of(f"{now} --load {folder} --no-load-optim --no-load-rng"), []
+    run = replace(run_of(config, Mesh.serial()), say=lines.append)
+    load_checkpoint(run, config.schedule)
+    return "\n".join(lines)
+
+
+FIXED = """
+num_layers hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
+add_qkv_bias qk_layernorm qk_l2_norm window_size window_attn_skip_freq softmax_type
+attention_softcap softmax_scale multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
+qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor original_max_position_embeddings
+beta_fast beta_slow mscale mscale_all_dim mtp_num_layers ffn_hidden_size swiglu geglu geglu_tanh
+quick_geglu relu squared_relu openai_gelu activation_func_clamp_value glu_linear_offset
+bias_gelu_fusion num_experts moe_layer_freq moe_ffn_hidden_size moe_latent_size
+moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
+moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
+moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers normalization
+norm_epsilon apply_layernorm_1p position_embedding_type rotary_base rotary_percent
+rotary_interleaved yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast
+yarn_beta_slow yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int no_rope_freq
+relative_attention_num_buckets relative_attention_max_distance decoder_num_layers encoder_alone
+sentence_order_head add_bias_linear untie_embeddings_and_output_weights embedding_multiplier
+logit_multiplier logit_softcap
+"""
+"""Settings of a model that weights depend on, by their shapes or by what they mean."""
+
+
+def test_of_every_setting_of_a_model_it_is_decided_whether_it_may_change() -> None:
+    """A new one belongs here, or to `CHANGEABLE` or `IGNORED`: is it the model, or speed only?"""
+    assert set(settings.architecture()) == set(FIXED.split())
+    known = {*specs(TransformerConfig)}
+    assert {*settings.CHANGEABLE, *settings.IGNORED} <= known
 
 
 def test_what_differs_from_the_checkpoint_is_said(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import Say, UserError
+from megatron.training.checkpoints.settings_meaning import BALANCING, same
 from megatron.training.config import RunConfig
 
 # Of the transformer's settings, those that weights do not depend on.
@@ -48,6 +49,7 @@ CHANGEABLE = (
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_router_fusion",
+    "moe_shared_expert_overlap",
 )
 # Backends and memory are this machine's business, initial values are never used after a load.
 IGNORED = (
@@ -81,6 +83,11 @@ def architecture() -> dict[str, Spec]:
         # The learned table has this many rows; `adopted` has it for other positions.
         and name != "max_position_embeddings"
     }
+
+
+def _decided() -> dict[str, Spec]:
+    """Return what makes another model: the architecture, and a change to sinkhorn or from it."""
+    return {**architecture(), BALANCING: specs(TransformerConfig)[BALANCING]}
 
 
 def adopted() -> dict[str, Spec]:
@@ -142,8 +149,8 @@ def _changed(stored: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
     """Return what is said of each setting of the architecture that differs."""
     return {
         name: f"{spec.flag} was {_told(stored[name])} and is {_told(config[name])} here"
-        for name, spec in architecture().items()
-        if name in stored and name in config and not _same(config[name], stored[name])
+        for name, spec in _decided().items()
+        if name in stored and name in config and not same(name, config[name], stored[name], stored)
     }
 
 
@@ -163,16 +170,18 @@ def merge(
     """
     fixed = architecture()
     own: set[str] = set()
+    balancing = {BALANCING: specs(TransformerConfig)[BALANCING]}
     if given.get("moe_use_upcycling"):  # experts are this run's, the checkpoint is dense
         own = {*specs(MoEConfig), *specs(RouterConfig)}
         fixed = {name: spec for name, spec in fixed.items() if name not in own}
+        balancing = {}
     if stored.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = specs(TransformerConfig)["max_position_embeddings"]
     conflicts = [
         f"{spec.flag} {as_words(given[name])} ({origins[name]}) but the checkpoint has "
         f"{as_words(stored[name])}"
-        for name, spec in fixed.items()
-        if name in given and name in stored and not _same(given[name], stored[name])
+        for name, spec in {**fixed, **balancing}.items()
+        if name in given and name in stored and not same(name, given[name], stored[name], stored)
     ]
     if conflicts:
         raise UserError(
@@ -256,7 +265,7 @@ def _adopt(
         if name not in stored:
             continue
         if name in given:
-            if not _same(given[name], stored[name]):
+            if as_json(given[name]) != as_json(stored[name]):
                 yield (
                     f"{spec.flag} {as_words(given[name])} ({origins[name]}) replaces the "
                     f"checkpoint's {as_words(stored[name])}"
@@ -281,8 +290,3 @@ def _convert(spec: Spec, value: Any) -> Any:
         return spec.convert(value)
     except ValueError as error:
         raise UserError(f"the checkpoint's {spec.name} cannot be used: {error}") from None
-
-
-def _same(given: Any, stored: Any) -> bool:
-    """Compare values, a stored JSON list being a tuple."""
-    return bool(as_json(given) == as_json(stored))
