@@ -216,7 +216,7 @@ class Spec:
         if isinstance(value, str) and value == "" and not self.may_be_empty:
             raise ValueError(f"{self.flag} is empty (an unset shell variable?)")
         if self.parse is not None:
-            parsed = self.parse(value) if isinstance(value, str) else _tupled(value)
+            parsed = self._parsed(value) if isinstance(value, str) else _tupled(value)
             self._check_bits(parsed)
             return parsed
         if self.count == "one":
@@ -225,6 +225,16 @@ class Spec:
         if isinstance(self.count, int) and len(items) != self.count:
             raise ValueError(f"{self.flag} takes {self.count} values, not {len(items)}")
         return tuple(self._convert_one(item) for item in items)
+
+    def _parsed(self, text: str) -> Any:
+        """Return what a text of this field's own form says; a message names the flag."""
+        assert self.parse is not None, self.name
+        try:
+            return self.parse(text)
+        except UserError as error:
+            if self.flag in str(error):
+                raise
+            raise UserError(f"{self.flag}: {error}") from None
 
     def _convert_one(self, value: Any) -> Any:
         if isinstance(value, str) and value == "" and not self.may_be_empty:

@@ -1,5 +1,6 @@
 """Choices that only exist on CUDA: what stands for them on the CPU, and where they are refused."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
@@ -33,12 +34,15 @@ NCCL_ONLY = (
 
 def cuda_only(config: RunConfig) -> list[str]:
     """Return the choices of a run that only exist on CUDA, as flags."""
-    return [
-        f"{flag(name)} {attrgetter(f'{part}.{name}')(config)}"
-        for part, name, values, _ in _CUDA_ONLY
-        if attrgetter(f"{part}.{name}")(config) in values
-        and (part != "model.moe" or config.model.moe.num_experts is not None)
-    ]
+    return [words for words, *_ in _chosen(config)]
+
+
+def _chosen(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield each choice as a flag, where it stands, and what stands for it on the CPU."""
+    for part, name, values, substitute in _CUDA_ONLY:
+        chosen = attrgetter(f"{part}.{name}")(config)
+        if chosen in values and (part != "model.moe" or config.model.moe.num_experts is not None):
+            yield f"{flag(name)} {chosen}", f"{part}.{name}", substitute
 
 
 def _with(config: T, path: str, value: object) -> T:
@@ -53,13 +57,13 @@ def map_to_cpu(config: RunConfig, origins: Origins) -> tuple[RunConfig, list[str
 
     Only ``--device cpu`` asks for this; any other run is returned as it is.
     """
-    chosen = cuda_only(config)
+    chosen = list(_chosen(config))
     if config.process.device != "cpu" or not chosen:
         return config, []
-    for part, name, values, substitute in _CUDA_ONLY:
-        if attrgetter(f"{part}.{name}")(config) in values:
-            config = _with(config, f"{part}.{name}", substitute)
-    return config, [f"--device cpu: the CPU reference stands in for {', '.join(chosen)}"]
+    for _, path, substitute in chosen:
+        config = _with(config, path, substitute)
+    listed = ", ".join(f"{words} ({substitute})" for words, _, substitute in chosen)
+    return config, [f"--device cpu: the CPU reference stands in for {listed}"]
 
 
 def check_device(config: RunConfig, cuda_is_available: bool) -> None:

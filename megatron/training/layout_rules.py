@@ -198,6 +198,7 @@ def biases_need_all_heads(config: RunConfig, origins: Origins) -> None:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
+    experts_divide_over_their_ranks,
     world_holds_the_layout,
     instances_share_the_replicas,
     heads_divide_over_tensor_ranks,
@@ -205,7 +206,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     vocabulary_divides_over_tensor_ranks,
     pipeline_holds_the_layers,
     schedule_goes_with_the_stages,
-    experts_divide_over_their_ranks,
     sequence_divides,
     context_can_communicate,
     torch_shards_whole_models,

@@ -210,7 +210,19 @@ def warnings(config: RunConfig, origins: Origins) -> list[str]:
                 f"({schedule.decay}): after the warm-up the rate jumps down, as in Megatron-LM"
             )
         found += _warn_of_padding(config)
-    return found
+    return found + _warn_of_packages(config)
+
+
+def _warn_of_packages(config: RunConfig) -> list[str]:
+    """Say what a run needs that a plan cannot know to be there, and does not count."""
+    moe = config.model.moe
+    ranks = config.axis_sizes["ep"] * config.axis_sizes["etp"]
+    if moe.num_experts is None or moe.moe_token_dispatcher_type != "flex" or ranks == 1:
+        return []
+    return [
+        "warning: --moe-token-dispatcher-type flex needs CUDA, --bf16 and the package deep_ep, "
+        "without which the run ends when its model is built; what it moves is not counted"
+    ]
 
 
 def _warn_of_padding(config: RunConfig) -> list[str]:

@@ -46,6 +46,7 @@ def upcycling_gives_equal_outputs(config: RunConfig, origins: Origins) -> None:
             )
     _weights_have_one_sum(config)
     if checkpoint.moe_upcycling_granularity > 1:
+        _slices_have_a_width(config, origins)
         _slices_stay_together(config)
 
 
@@ -67,6 +68,17 @@ def _weights_have_one_sum(config: RunConfig) -> None:
         raise UserError(
             f"{depends} have no fixed sum with --moe-router-topk 1 and --moe-router-score-function "
             f"{router.moe_router_score_function}; give a --moe-router-topk of at least 2"
+        )
+
+
+def _slices_have_a_width(config: RunConfig, origins: Origins) -> None:
+    slices, width = config.checkpoint.moe_upcycling_granularity, config.model.mlp.ffn_hidden_size
+    if origins["moe_ffn_hidden_size"] == "derived":
+        raise UserError(
+            f"--moe-upcycling-granularity ({slices}): an expert is one of {slices} slices of a dense "
+            "MLP; give --moe-ffn-hidden-size, the dense width by that number: "
+            f"{width // slices} if --ffn-hidden-size ({width}, {origins['ffn_hidden_size']}) is "
+            "the dense one"
         )
 
 

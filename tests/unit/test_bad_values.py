@@ -75,6 +75,9 @@ def test_an_empty_string_is_an_unset_shell_variable(flag: str) -> None:
         ("--param-group-overrides norm:lr_mult=a", "'a' is no factor"),
         ("--window-size -2,0", "--window-size"),
         ("--window-size 4,0 --window-attn-skip-freq [1]*999999999999", "layer pattern"),
+        ("--window-size 4,0 --window-attn-skip-freq [1", "--window-attn-skip-freq: a layer patt"),
+        ("--num-experts 4 --moe-layer-freq foo()", "--moe-layer-freq: a layer pattern"),
+        ("--position-embedding-type rope --no-rope-freq [1", "--no-rope-freq: a layer pattern"),
         ("--position-embedding-type rope --no-rope-freq [1,2]", "--no-rope-freq"),
         ("--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 1", "--yarn-beta-fas"),
         (

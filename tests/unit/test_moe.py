@@ -262,7 +262,11 @@ def test_a_plan_needs_no_package() -> None:
     assert not any("flex" in line for line in run.lines() if "no effect" in line)
     here = plan(f"{words} --moe-token-dispatcher-type flex --device cpu")
     assert here.config.model.moe.moe_token_dispatcher_type == "alltoall"
-    assert any("stands in for --moe-token-dispatcher-type flex" in line for line in here.lines())
+    stands = "stands in for --moe-token-dispatcher-type flex (alltoall)"
+    assert any(stands in line for line in here.lines())
+    needs = "--moe-token-dispatcher-type flex needs CUDA, --bf16 and the package deep_ep"
+    assert any(needs in line for line in run.lines())
+    assert not any(needs in line for line in here.lines())
     idle = plan(f"{words} --moe-flex-dispatcher-num-sms 24")
     assert any("no --moe-token-dispatcher-type flex" in line for line in idle.lines())
 

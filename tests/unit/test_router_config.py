@@ -26,6 +26,14 @@ GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_to
         ({"moe_router_load_balancing_type": ("aux_loss", "aux_loss")}, "name each kind once"),
         ({"moe_router_load_balancing_type": ("none", "aux_loss")}, "none stands alone"),
         ({"moe_aux_loss_coeff": (0.1, 0.2)}, "(0.1 0.2) must give one number for each"),
+        ({"moe_aux_loss_coeff": (0.1, 0.2)}, "such as --moe-aux-loss-coeff 0.1, or name"),
+        (
+            {
+                "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+                "moe_aux_loss_coeff": (0.1,),
+            },
+            "such as --moe-aux-loss-coeff 0.1 0.1, or name",
+        ),
         ({"moe_aux_loss_coeff": (-0.1,)}, "must not be negative"),
         (
             {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.1,)},
@@ -54,6 +62,16 @@ def test_refused(choices: dict[str, object], words: str) -> None:
     ("choices", "experts", "words"),
     [
         ({"moe_router_topk": 3}, 2, "--moe-router-topk (3) must not exceed --num-experts (2)"),
+        (
+            {},
+            1,
+            "(2, the default) must not exceed --num-experts (1); give --moe-router-topk 1 with",
+        ),
+        (
+            {"moe_router_topk": 6},
+            4,
+            "--moe-router-topk (6) must not exceed --num-experts (4); give --moe-router-topk 4, or",
+        ),
         (GROUPS, 6, "--num-experts (6) must be a multiple of --moe-router-num-groups (4)"),
         (
             {"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 4},

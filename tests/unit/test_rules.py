@@ -28,14 +28,15 @@ def refused(text: str, base: str = DRY) -> str:
 def test_env_06_every_factor_is_named_with_its_flag_and_origin() -> None:
     message = refused(
         "--dry-run-world-size 4 --pipeline-model-parallel-size 2 "
-        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --num-experts 4"
     )
     assert "--expert-tensor-parallel-size 2 (flag)" in message
     assert "--expert-model-parallel-size 2 (flag)" in message
     assert "--pipeline-model-parallel-size 2 (flag)" in message
     assert "4 processes" in message and "multiple of 8" in message and "1, 2, 4" in message
     derived = refused(
-        "--dry-run-world-size 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 4"
+        "--dry-run-world-size 4 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 "
+        "--num-experts 4"
     )
     assert "--expert-tensor-parallel-size 2 (derived)" in derived
 
@@ -50,6 +51,14 @@ def test_env_07_a_dense_model_needs_no_sequence_parallelism() -> None:
     plan("--dry-run-world-size 2 --tensor-model-parallel-size 2")
     # Nor does one with experts here, whose tokens are cut over the ranks for them alone.
     plan("--dry-run-world-size 2 --tensor-model-parallel-size 2 --num-experts 4")
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(3, "size 2 or 4"), (16, "size 8")])
+def test_experts_are_shared_out_before_processes_are_counted(ranks: int, said: str) -> None:
+    """What "start a multiple of 3 processes" would lead to is refused again."""
+    words = f"--dry-run-world-size 8 --num-experts 8 --expert-model-parallel-size {ranks}"
+    message = refused(words)
+    assert f"try --expert-model-parallel-{said}" in message and "cannot hold" not in message
 
 
 def test_expert_parallelism_needs_experts() -> None:

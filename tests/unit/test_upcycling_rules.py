@@ -8,7 +8,8 @@ from tests.unit.test_rules import DRY, plan, refused
 
 DENSE = "--moe-use-upcycling --load dense"
 EXPERTS = f"{DENSE} --num-experts 8"
-SLICED = f"{EXPERTS} --moe-router-topk 4 --moe-upcycling-granularity 2"
+SLICES = "--moe-router-topk 4 --moe-upcycling-granularity 2"
+SLICED = f"{EXPERTS} {SLICES} --moe-ffn-hidden-size 48"
 SIGMOID = "--moe-router-score-function sigmoid"
 GROUPS = "--moe-router-num-groups"
 
@@ -24,6 +25,7 @@ GROUPS = "--moe-router-num-groups"
         (f"{EXPERTS} --moe-router-pre-softmax", "leave it out"),
         (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "choose aux_loss"),
         (f"{EXPERTS} {SIGMOID} --moe-router-topk 1", "of at least 2"),
+        (f"{EXPERTS} {SLICES} --ffn-hidden-size 96", "give --moe-ffn-hidden-size, the dense"),
         (f"{SLICED} --moe-router-topk 3", "--moe-router-topk (3) must be a multiple"),
         (f"{SLICED} --num-experts 9", "--num-experts (9) must be a multiple"),
         (f"{SLICED} {GROUPS} 8 --moe-router-group-topk 4", "groups (1) must be a multiple"),

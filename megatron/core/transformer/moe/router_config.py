@@ -9,6 +9,7 @@ from megatron.core.config import (
     check_at_least,
     check_not_zero,
     option,
+    specs,
 )
 from megatron.core.utils import UserError, divisors
 
@@ -152,18 +153,20 @@ class RouterConfig(Config):
                     f"--moe-router-load-balancing-type ({listed}): {kind} stands alone; drop it or "
                     "the others"
                 )
-        if len(weights) != len(kinds):
-            raise UserError(
-                f"--moe-aux-loss-coeff ({numbers}) must give one number for each of "
-                f"--moe-router-load-balancing-type ({listed})"
-            )
-        if any(not weight >= 0 for weight in weights):
-            raise UserError(f"--moe-aux-loss-coeff ({numbers}) must not be negative")
-        if kinds[0] not in LOSS_NAMES and weights[0]:
+        if kinds[0] not in LOSS_NAMES and any(weights):
             raise UserError(
                 f"--moe-aux-loss-coeff ({numbers}) does not go with "
                 f"--moe-router-load-balancing-type {kinds[0]}, which has no loss; drop it"
             )
+        if len(weights) != len(kinds):
+            example = as_words([weights[0] if weights else 0.01] * len(kinds))
+            raise UserError(
+                f"--moe-aux-loss-coeff ({numbers}) must give one number for each of "
+                f"--moe-router-load-balancing-type ({listed}), such as --moe-aux-loss-coeff "
+                f"{example}, or name as many kinds ({as_words(tuple(LOSS_NAMES))})"
+            )
+        if any(not weight >= 0 for weight in weights):
+            raise UserError(f"--moe-aux-loss-coeff ({numbers}) must not be negative")
         if self.is_sinkhorn:
             self._check_sinkhorn()
 
@@ -214,8 +217,13 @@ class RouterConfig(Config):
         """
         topk, groups = self.moe_router_topk, self.moe_router_num_groups
         if topk > num_experts:
+            default = ", the default" * (topk == specs(RouterConfig)["moe_router_topk"].default)
+            way_out = f"give --moe-router-topk {num_experts}"
+            if num_experts == 1 and self.moe_router_score_function == "softmax":
+                way_out += " with --moe-router-pre-softmax"
             raise UserError(
-                f"--moe-router-topk ({topk}) must not exceed --num-experts ({num_experts})"
+                f"--moe-router-topk ({topk}{default}) must not exceed --num-experts "
+                f"({num_experts}); {way_out}, or more experts"
             )
         if groups is None or self.moe_router_group_topk is None:
             return
