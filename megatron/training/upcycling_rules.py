@@ -73,12 +73,12 @@ def _weights_have_one_sum(config: RunConfig) -> None:
 
 def _slices_have_a_width(config: RunConfig, origins: Origins) -> None:
     slices, width = config.checkpoint.moe_upcycling_granularity, config.model.mlp.ffn_hidden_size
+    origin = origins["ffn_hidden_size"]
     if origins["moe_ffn_hidden_size"] == "derived":
         raise UserError(
-            f"--moe-upcycling-granularity ({slices}): an expert is one of {slices} slices of a dense "
-            "MLP; give --moe-ffn-hidden-size, the dense width by that number: "
-            f"{width // slices} if --ffn-hidden-size ({width}, {origins['ffn_hidden_size']}) is "
-            "the dense one"
+            f"--moe-upcycling-granularity ({slices}): an expert is one of {slices} slices of a "
+            "dense MLP; give --moe-ffn-hidden-size, the dense width by that number: "
+            f"{width // slices} if --ffn-hidden-size ({width}, {origin}) is the dense one"
         )
 
 
