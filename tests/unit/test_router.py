@@ -12,6 +12,7 @@ from megatron.core import rng, saved_tensors, sharding
 from megatron.core.kernels import routing, table
 from megatron.core.kernels.routing import Routes
 from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
 from megatron.core.recompute import recompute
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import layers
@@ -400,6 +401,20 @@ def test_experts_by_token_id() -> None:
     assert routing.losses["load_balancing_loss"] == 0 and routing.losses["z_loss"] > 0
     config = config_of(moe_n_hash_layers=1)
     assert not Router(config, 1, Mesh.serial(), F64, num_experts=EXPERTS).by_token_id
+
+
+def test_depths_of_multi_token_prediction_are_counted_from_0_for_token_ids() -> None:
+    config = config_of(
+        num_layers=2,
+        num_experts=4,
+        mtp_num_layers=2,
+        moe_n_hash_layers=1,
+        moe_router_topk=2,
+        position_embedding_type="rope",
+    )
+    model = GPTModel(config, Mesh.serial(), vocab_size=8, dtype=F64)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert [router.by_token_id for router in routers] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("experts", [1, 2, 6, 7, 64])
