@@ -253,6 +253,17 @@ def test_muon_makes_the_matrix_of_each_expert_orthogonal(
     assert found.traffic == moved
 
 
+@pytest.mark.parametrize("more", ["", f"{A2A} --moe-shared-expert-overlap"])
+def test_shared_experts_are_made_again_once_where_all_experts_are(pool: Pool, more: str) -> None:
+    words = VARIANTS["ahead"]
+    expected, _ = outcome(pool, 1, words)
+    again = "--recompute-granularity selective --recompute-modules shared_experts moe"
+    found, moved = outcome(pool, 2, f"{words} {TP} 2 {again} {more}")
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+    assert found.traffic == moved
+
+
 def test_positions_that_do_not_divide_are_filled_up(pool: Pool) -> None:
     """Ranks along tp route shares of 15 positions: one of them has 7."""
     words = f"{VARIANTS['plain']} --seq-length 15"

@@ -43,7 +43,7 @@ class RecomputeConfig(Config):
         | None
     ) = option(None)
     """With selective: the parts of a layer that are recomputed; core_attn when absent. Of layernorm
-    and mla_up_proj the outputs are made again too."""
+    and mla_up_proj the outputs are made again too; moe has shared_experts in it."""
 
     distribute_saved_activations: bool = option(False)
     """With full: keep a share of each unit's input on every tensor-parallel rank."""
@@ -104,7 +104,9 @@ class RecomputeConfig(Config):
         """Return the parts of every layer that are recomputed."""
         if self.granularity != "selective":
             return ()
-        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+        given = ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+        # What is made again with all of its block is not made a third time.
+        return tuple(name for name in given if name != "shared_experts" or "moe" not in given)
 
     @property
     def covers_prediction_ahead(self) -> bool:

@@ -446,7 +446,7 @@ def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> dict[str
         for plan, parts in zip(plans, adds, strict=True):
             per_token["recomputation"] += sum(parts.get(module, 0) for module in modules)
             has_experts = any(sublayer.kind == "moe" for sublayer in plan.sublayers)
-            if has_experts and "shared_experts" in modules and "moe" not in modules:
+            if has_experts and "shared_experts" in modules:
                 per_token["recomputation"] += _expert_multiply_adds(model)[1]
     samples = config.training.micro_batch_size
     positions = seq_length // config.parallel.context_parallel_size
