@@ -11,7 +11,7 @@ from megatron.core.transformer.backends import choose_backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.moe.balanced import Balance
-from megatron.core.transformer.moe.dispatcher import build_dispatcher
+from megatron.core.transformer.moe.dispatcher import _by_expert, build_dispatcher
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.plan import layer_plan, mtp_layer_plan
 from megatron.core.transformer.saving import Saving
@@ -322,3 +322,10 @@ def test_a_plan_of_mixtral_counts_its_parameters() -> None:
     assert round(accounting.active_parameters(config, 32000) / 1e9, 1) == 12.9
     adds = accounting.layer_multiply_adds(config, 4096, layer_plan(config)[0])
     assert adds["moe"] == 4096 * 8 + 2 * 3 * 4096 * 14336
+
+
+def test_the_order_of_rows_is_made_without_their_number_on_the_host() -> None:
+    """On the meta device nothing can be read, so that whatever waits for a value fails."""
+    coming_Ge = torch.tensor([[2, 0, 1], [1, 3, 0]])
+    assert _by_expert(coming_Ge, 7).tolist() == [0, 1, 3, 4, 5, 6, 2]
+    assert _by_expert(coming_Ge.to("meta"), 7).shape == (7,)

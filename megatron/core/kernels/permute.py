@@ -93,19 +93,19 @@ def inverse(order_N: Tensor) -> Tensor:
     return back
 
 
-def with_zero(x_NH: Tensor, by: Sorted) -> Tensor:
+def with_zero(x_NH: Tensor, places_TK: Tensor) -> Tensor:
     """Return the rows with one of zeros behind them, where choices without a row find it."""
-    if by.is_complete:
+    if len(x_NH) == places_TK.numel():
         return x_NH
     return torch.cat((x_NH, x_NH.new_zeros(1, x_NH.shape[1])))
 
 
-def gathered_sum(x_NH: Tensor, weights_TK: Tensor | None, by: Sorted) -> Tensor:
+def gathered_sum(x_NH: Tensor, weights_TK: Tensor | None, places_TK: Tensor) -> Tensor:
     """Return the sum over each token's rows, in fp32 or finer."""
-    wide, rows = accumulate_dtype(x_NH.dtype), with_zero(x_NH, by)
+    wide, rows = accumulate_dtype(x_NH.dtype), with_zero(x_NH, places_TK)
     total = None
-    for k in range(by.num_choices):
-        part = rows.index_select(0, by.places_TK[:, k]).to(wide)
+    for k in range(places_TK.shape[1]):
+        part = rows.index_select(0, places_TK[:, k]).to(wide)
         if weights_TK is not None:
             part = part * weights_TK[:, k, None]
         total = part if total is None else total.add_(part)
@@ -134,14 +134,14 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         by = ctx.by.sorted(*ctx.saved_tensors)
-        return gathered_sum(grads[0], None, by).to(grads[0].dtype), None
+        return gathered_sum(grads[0], None, by.places_TK).to(grads[0].dtype), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, weights_TK: Tensor, by: Sorted) -> Tensor:
         ctx.by = _Kept(ctx, by, y_NH, weights_TK)
-        return gathered_sum(y_NH, weights_TK, by).to(y_NH.dtype)
+        return gathered_sum(y_NH, weights_TK, by.places_TK).to(y_NH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -153,7 +153,7 @@ class _Unpermute(torch.autograd.Function):
             rows_NH = grad_TH.index_select(0, by.tokens_N)
             dy_NH = (rows_NH * weights_N[:, None]).to(y_NH.dtype)
         if ctx.needs_input_grad[1]:
-            wide, rows = accumulate_dtype(y_NH.dtype), with_zero(y_NH, by)
+            wide, rows = accumulate_dtype(y_NH.dtype), with_zero(y_NH, by.places_TK)
             columns = [
                 (rows.index_select(0, by.places_TK[:, k]).to(wide) * grad_TH).sum(1)
                 for k in range(by.num_choices)

@@ -36,13 +36,13 @@ def unpermute(y_NH: Tensor, weights_TK: Tensor, by: Sorted) -> Tensor:
 MOVES = Moves(permute, unpermute)
 
 
-def _sum(x_NH: Tensor, weights_TK: Tensor | None, by: Sorted) -> Tensor:
+def _sum(x_NH: Tensor, weights_TK: Tensor | None, places_TK: Tensor) -> Tensor:
     """Return the (weighted) sum over each token's rows, in fp32 or finer."""
     dtypes = {x_NH.dtype} if weights_TK is None else {x_NH.dtype, weights_TK.dtype}
     if x_NH.device.type != "cpu" or len(dtypes) > 1 or x_NH.dtype not in IN_ONE_CALL:
-        return reference.gathered_sum(x_NH, weights_TK, by)
-    rows = reference.with_zero(x_NH, by)
-    return F.embedding_bag(by.places_TK, rows, mode="sum", per_sample_weights=weights_TK)
+        return reference.gathered_sum(x_NH, weights_TK, places_TK)
+    rows = reference.with_zero(x_NH, places_TK)
+    return F.embedding_bag(places_TK, rows, mode="sum", per_sample_weights=weights_TK)
 
 
 def _sorted(places_TK: Tensor, rows: int) -> Sorted:
@@ -63,15 +63,14 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (places_TK,), (grad_NH,) = ctx.saved_tensors, grads
-        by = Sorted(places_TK, places_TK, places_TK.shape[1], len(grad_NH) == places_TK.numel())
-        return _sum(grad_NH, None, by).to(grad_NH.dtype), None
+        return _sum(grad_NH, None, places_TK).to(grad_NH.dtype), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, weights_TK: Tensor, by: Sorted) -> Tensor:
         ctx.save_for_backward(y_NH, weights_TK, by.places_TK)
-        return _sum(y_NH, weights_TK, by).to(y_NH.dtype)
+        return _sum(y_NH, weights_TK, by.places_TK).to(y_NH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -156,10 +156,10 @@ class Exchanging:
         counts_E = _counts(routing.experts_TK, routing.kept_TK, self.num_experts)
         counts_GE = comm.all_gather(counts_E[None], self.axis)
         coming_Ge = counts_GE[:, self.first : self.first + self.own]
-        order = _by_expert(coming_Ge)
         # The one wait for the device: how many rows go where.
         known: list[int] = torch.cat((counts_E, coming_Ge.flatten())).tolist()
         numbers, came = known[: self.num_experts], known[self.num_experts :]
+        order = _by_expert(coming_Ge, sum(came))
         blocks = [sum(numbers[i : i + self.own]) for i in range(0, self.num_experts, self.own)]
         sent = [rows for rows in blocks for _ in range(self.ways)]
         received = [sum(came[i : i + self.own]) for i in range(0, len(came), self.own)]
@@ -189,11 +189,14 @@ def _counts(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Ten
     return chosen.new_zeros(num_experts).scatter_add_(0, chosen, ones)
 
 
-def _by_expert(coming_Ge: Tensor) -> Tensor:
-    """Return the order that joins each expert's rows, which come rank by rank, expert by expert."""
+def _by_expert(coming_Ge: Tensor, rows: int) -> Tensor:
+    """Return the order that joins each expert's rows, which come rank by rank, expert by expert.
+
+    ``rows`` is the sum of ``coming_Ge``, for which it would else wait for the device.
+    """
     ranks, own = coming_Ge.shape
     experts = torch.arange(own, device=coming_Ge.device).repeat(ranks)
-    return experts.repeat_interleave(coming_Ge.flatten()).argsort(stable=True)
+    return experts.repeat_interleave(coming_Ge.flatten(), output_size=rows).argsort(stable=True)
 
 
 def _copies(x_NH: Tensor, blocks: Sequence[int], ways: int) -> Tensor:
