@@ -92,6 +92,7 @@ MODELS = [
     f"{ROUTED} --moe-router-fusion --moe-router-dtype fp64",
     f"{ROUTED} --moe-expert-capacity-factor 4",
     f"{ROUTED} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity",
+    f"{ROUTED} --moe-expert-capacity-factor 1e308 --moe-pad-expert-input-to-capacity",
     f"{ROUTED} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity --bf16 --swiglu",
     f"{ROUTED} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity --geglu "
     "--moe-router-topk 1 --moe-router-pre-softmax --moe-latent-size 24",

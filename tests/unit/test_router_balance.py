@@ -88,6 +88,32 @@ def test_experts_are_filled_up_to_one_size() -> None:
     assert seen[::2] == [[4, 4, 4], [4, 4, 4], [6, 6, 6]]
 
 
+@pytest.mark.parametrize(("factor", "limit"), [(1.5, 6), (3.9, 16), (4.0, 16), (7.0, 16)])
+def test_no_expert_has_room_for_more_than_a_microbatch(factor: float, limit: int) -> None:
+    assert capacity.capacity(16, 2, 8, factor) == limit
+
+
+@pytest.mark.parametrize("factor", [EXPERTS / 2 + 1.0, 1e300, 1e308])
+def test_layers_fill_up_no_further_than_tokens_may_come(factor: float) -> None:
+    found = []
+    seen: list[list[int]] = []
+    for pads in (False, True):
+        config = config_of(
+            num_experts=EXPERTS,
+            moe_expert_capacity_factor=factor,
+            moe_pad_expert_input_to_capacity=pads,
+        )
+        model = GPTModel(config, Mesh.serial(), vocab_size=50)
+        rng.initialize(model, 1)
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+        ids_BS = torch.arange(16).view(1, 16)
+        found.append(model(ids_BS, ids_BS))
+    assert seen[1:] == [[16] * EXPERTS]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("pads", [False, True])
 def test_layers_fill_up_what_goes_to_their_experts(pads: bool) -> None:
     choices = {"num_experts": EXPERTS, "moe_expert_capacity_factor": 1.5}

@@ -100,6 +100,6 @@ def filled_rows(share: Share) -> int | None:
         return None
     assert experts is not None, "a model without experts"
     tokens = share.samples * config.data.seq_length
-    limit = math.ceil(tokens * model.router.moe_router_topk / experts * factor)
+    limit = math.ceil(min(tokens, tokens * model.router.moe_router_topk / experts * factor))
     sharers = share.tp * config.parallel.context_parallel_size
     return experts // sizes["ep"] * limit * -(-sizes["etp_ep"] // sharers)

@@ -1,11 +1,12 @@
 """Full experts: an expert takes so many tokens of a microbatch, and drops what is more.
 
-    capacity = ceil(factor * T' K / E)                          (Fedus et al., 2021, eq. 3, for K)
+    capacity = min(ceil(factor * T' K / E), T')                 (Fedus et al., 2021, eq. 3, for K)
 
-Of the choices of an expert the first ``capacity`` are kept: valid tokens before others, then by
-weight (policy ``probs``), then in the order of positions (the whole of policy ``position``). The
-rule is of the whole microbatch, whose tokens several ranks may share, so that no layout changes who
-is dropped. (In Megatron-LM each rank has a capacity for its own tokens.)
+More than T' never come, since no token chooses an expert twice. Of the choices of an expert the
+first ``capacity`` are kept: valid tokens before others, then by weight (policy ``probs``), then in
+the order of positions (the whole of policy ``position``). The rule is of the whole microbatch,
+whose tokens several ranks may share, so that no layout changes who is dropped. (In Megatron-LM each
+rank has a capacity for its own tokens.)
 
 Shapes: T tokens of this rank, T' of the whole microbatch, K chosen experts of each, E experts, N
 choices: K for each of T' tokens.
@@ -21,7 +22,7 @@ from megatron.core.transformer.moe.sharers import Sharers
 
 def capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
     """Return how many tokens of a microbatch of ``tokens`` an expert takes."""
-    return math.ceil(tokens * topk / num_experts * factor)
+    return math.ceil(min(tokens, tokens * topk / num_experts * factor))
 
 
 @torch.no_grad()
