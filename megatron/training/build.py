@@ -106,6 +106,7 @@ def build_passes(
 def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
     """Return the objective of a run, with all the losses that its model has."""
     model, routers = config.model, routers_of(config.model)
+    ranks = mesh.ep.size if mesh.ep.size > 1 else 0  # one has no share of the tokens to compare
     prepare: Callable[[Batch], Batch] = dict
     if model.mtp.depths:
         prepare = functools.partial(look_ahead, depths=model.mtp.depths)
@@ -117,6 +118,6 @@ def build_objective(config: RunConfig, mesh: Mesh) -> Objective:
         model.router.loss_weights if routers else {},
         routers,
         model.moe.num_experts or 0,
-        mesh.ep.size if config.logging.log_moe_overload_factor and routers else 0,
+        ranks if config.logging.log_moe_overload_factor and routers else 0,
         judged_routers_of(model),
     )

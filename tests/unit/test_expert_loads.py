@@ -127,6 +127,18 @@ def test_every_valid_token_of_a_microbatch_is_counted_once_in_each_layer(words: 
         assert totals.auxiliary_losses[loss] == pytest.approx(mean, rel=1e-12)
 
 
+def test_one_rank_with_all_experts_has_no_overload() -> None:
+    """As a run says of --log-moe-overload-factor: without effect."""
+    passes = passes_of("--log-moe-overload-factor")
+    sums = passes.accumulator()
+    passes.train(
+        microbatches(), MICROBATCHES, sums, divisor=1.0, key_of=lambda n: DropoutKey(1, 1, n, 0)
+    )
+    (layers,) = expert_loads.rows([sums.reduce().loads])
+    assert all("overload" not in row for row in layers)
+    assert "expert_overload" not in expert_loads.summary(layers)
+
+
 def test_losses_of_balance_are_means_over_the_layers_that_choose_by_score() -> None:
     passes, given = passes_of("--moe-n-hash-layers 1"), microbatches()
     sums = passes.accumulator()
