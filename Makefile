@@ -1,5 +1,6 @@
 # make setup        create .venv and install what training needs
 # make quickstart   prepare text, train, stop, resume, generate: under five minutes on two cores
+# make quickstart-t5   prepare text, train an encoder-decoder, fill in: about two minutes on two cores
 # make test         run the test suite
 # make test-kernels compile the Triton kernels, and run them in Triton's interpreter; needs no GPU
 # make test-gpu     run what needs a CUDA device (docs/gpu.md)
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: always setup setup-dev quickstart lint benchmark extension clean
+.PHONY: always setup setup-dev quickstart quickstart-t5 lint benchmark extension clean
 .PHONY: test test-one-process test-several test-slow test-kernels test-gpu
 
 setup: .venv/installed
@@ -46,6 +47,9 @@ endif
 
 quickstart: setup
 	PYTHON=$(BIN)/python bash examples/quickstart.sh
+
+quickstart-t5: setup
+	PYTHON=$(BIN)/python bash examples/quickstart_t5.sh
 
 # Tests are many small processes: more threads than cores only wait for each other.
 test test-one-process test-several test-slow test-kernels test-gpu: export OMP_NUM_THREADS ?= 1

@@ -8,12 +8,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_script(path: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    path: str, *words: str, timeout: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script of the examples, from a folder that is not the repository's.
 
     Args:
         path: below examples/.
         words: flags after its name.
+        timeout: seconds.
         variables: of its environment, which has little else.
     """
     keep = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
@@ -24,7 +27,7 @@ def run_script(path: str, *words: str, **variables: str) -> subprocess.Completed
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
     )
 
 
