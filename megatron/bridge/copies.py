@@ -29,7 +29,10 @@ MOST_NAMES = 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A box of one tensor that is a box of another, mirrored where ``transposed``."""
+    """A box of one tensor that is a box of another, mirrored where ``transposed``.
+
+    Where one has a dim more, its first one counts matrices, of which the box has one.
+    """
 
     source: str
     source_box: Box
@@ -38,10 +41,12 @@ class Copy:
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        shape = box_shape(self.target_box)
+        shape, theirs = box_shape(self.target_box), box_shape(self.source_box)
         if self.transposed:
             shape = shape[::-1]
-        assert box_shape(self.source_box) == shape, self
+        longer, shorter = sorted((shape, theirs), key=len, reverse=True)
+        stacked = len(longer) - len(shorter)
+        assert longer == (1,) * stacked + shorter and stacked <= 1, self
 
     def reversed(self) -> "Copy":
         """Return the same pair for the other direction."""
@@ -111,12 +116,17 @@ class Plan:
             inner = relative(common, copy.target_box)
             if copy.transposed:
                 inner = inner[::-1]
+            if len(copy.source_box) > len(inner):
+                inner = ((0, 1), *inner)
+            elif len(copy.source_box) < len(inner):
+                inner = inner[1:]
             wanted = tuple(
                 (start + first, start + last)
                 for (start, _), (first, last) in zip(copy.source_box, inner, strict=True)
             )
             part = read(copy.source, wanted)
-            out[box_slices(relative(common, box))] = part.t() if copy.transposed else part
+            part = part.t() if copy.transposed else part.reshape(box_shape(common))
+            out[box_slices(relative(common, box))] = part
         return out
 
 

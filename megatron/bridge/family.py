@@ -14,6 +14,8 @@ from megatron.core.config import as_json, as_words, specs
 from megatron.core.transformer.config import InitConfig, TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
 from megatron.core.transformer.mla_config import MLAConfig
+from megatron.core.transformer.moe.config import MoEConfig
+from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.position_config import PositionConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
@@ -24,7 +26,10 @@ POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm"
 
-_TRAINING = ("hidden_dropout", "attention_dropout", "label_smoothing")
+_TRAINING = (
+    *("hidden_dropout", "attention_dropout", "label_smoothing"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+)
 """Settings that only training asks for: some families have words for some."""
 # How a model is computed or trained, not what it computes; other packages' files do not say it.
 _ASIDE = frozenset(
@@ -35,7 +40,10 @@ _ASIDE = frozenset(
         *specs(FusionConfig),
         *specs(InitConfig),
         *"attention_backend transformer_impl logits_at_once fp32_residual_connection "
-        "fp16_lm_cross_entropy mtp_loss_scaling_factor group_query_attention".split(),
+        "fp16_lm_cross_entropy mtp_loss_scaling_factor group_query_attention "
+        "moe_router_bias_update_rate moe_token_dispatcher_type moe_flex_dispatcher_backend "
+        "moe_flex_dispatcher_num_sms moe_grouped_gemm moe_permute_fusion moe_router_fusion "
+        "moe_shared_expert_overlap moe_token_drop_policy".split(),
     )
 )
 _ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
@@ -107,8 +115,17 @@ def effective(config: TransformerConfig) -> dict[str, Any]:
     for name in _ACTIVATIONS:
         del flat[name]
     flat["activation"] = config.mlp.activation
-    position, attention = config.position, config.attention
-    idle: set[str] = set()
+    if config.attention.softmax_scale == config.attention.kv_channels**-0.5:
+        flat["softmax_scale"] = None
+    if not config.router.is_sinkhorn:  # other kinds differ in what is minimised alone
+        flat["moe_router_load_balancing_type"] = None
+    idle = _idle(config)
+    return {name: value for name, value in flat.items() if name not in idle}
+
+
+def _idle(config: TransformerConfig) -> set[str]:
+    """Return the settings that decide nothing, since others leave them without effect."""
+    position, idle = config.position, _idle_with_experts(config)
     if not config.mla.multi_latent_attention:
         idle |= set(specs(MLAConfig)) - {"multi_latent_attention"}
     if not position.is_rotary:
@@ -117,16 +134,20 @@ def effective(config: TransformerConfig) -> dict[str, Any]:
     if not position.use_rope_scaling:
         idle.add("rope_scaling_factor")
     if position.position_embedding_type != "yarn":
-        idle |= {name for name in flat if name.startswith("yarn_")}
-    if attention.window_size is None:
+        idle |= {name for name in specs(PositionConfig) if name.startswith("yarn_")}
+    if config.attention.window_size is None:
         idle.add("window_attn_skip_freq")
     if not config.mtp.depths:
-        idle |= {name for name in flat if name.startswith("mtp_")}
-    if attention.softmax_scale == attention.kv_channels**-0.5:
-        flat["softmax_scale"] = None
+        idle |= {name for name in specs(TransformerConfig) if name.startswith("mtp_")}
     if config.add_bias_linear:
         idle.add("add_qkv_bias")
-    return {name: value for name, value in flat.items() if name not in idle}
+    return idle
+
+
+def _idle_with_experts(config: TransformerConfig) -> set[str]:
+    if config.moe.num_experts is None:
+        return {*specs(MoEConfig), *specs(RouterConfig)} - {"num_experts"}
+    return {"ffn_hidden_size"} if config.moe.moe_layer_freq == 1 else set()
 
 
 def choose_by_settings(

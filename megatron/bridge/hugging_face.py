@@ -18,6 +18,7 @@ from megatron.bridge.family import Family, choose_by_config, choose_by_settings
 from megatron.bridge.files import Weights, open_weights
 from megatron.bridge.gpt2 import GPT2
 from megatron.bridge.llama import Llama
+from megatron.bridge.mixtral import Mixtral
 from megatron.bridge.settings import Settings, read_json
 from megatron.core import sharding
 from megatron.core.dist_checkpointing.boxes import slabs, whole_box
@@ -29,7 +30,7 @@ from megatron.core.sharding import Box
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 
-FAMILIES: Sequence[Family] = (GPT2(), Llama())
+FAMILIES: Sequence[Family] = (GPT2(), Llama(), Mixtral())
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that pass through a conversion and back."""
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -92,7 +92,7 @@ class Llama(Family):
         return None if _CONSTANT.fullmatch(name) else name
 
     def copies(self, config: TransformerConfig, rows: int) -> list[Copy]:
-        hidden, inner = config.hidden_size, config.mlp.ffn_hidden_size
+        hidden = config.hidden_size
         width = config.attention.num_attention_heads * config.attention.kv_channels
         kinds = ("weight", "bias") if config.add_bias_linear else ("weight",)
         found = [whole(self.token_vectors, EMBEDDING, rows, hidden)]
@@ -109,24 +109,25 @@ class Llama(Family):
                 for part, first, start, size in _heads(config):
                     source = f"{theirs}.self_attn.{part}_proj.{kind}"
                     found.append(_rows(source, first, qkv, start, size, *columns))
-                for number, part in enumerate(("gate", "up")):
-                    source, target = (
-                        f"{theirs}.mlp.{part}_proj.{kind}",
-                        f"{ours}.mlp.linear_fc1.{kind}",
-                    )
-                    found.append(_rows(source, 0, target, number * inner, inner, *columns))
-                for linear, name, into in (
-                    ("self_attn.o_proj", "self_attention.linear_proj", width),
-                    ("mlp.down_proj", "mlp.linear_fc2", inner),
-                ):
-                    shape = (hidden, into) if kind == "weight" else (hidden,)
-                    found.append(
-                        whole(f"{theirs}.{linear}.{kind}", f"{ours}.{name}.{kind}", *shape)
-                    )
+                shape = (hidden, width) if kind == "weight" else (hidden,)
+                source = f"{theirs}.self_attn.o_proj.{kind}"
+                found.append(whole(source, f"{ours}.self_attention.linear_proj.{kind}", *shape))
+                found += self.channels(config, layer, kind)
         found.append(whole("model.norm.weight", f"{FINAL_NORM}.weight", hidden))
         if config.untie_embeddings_and_output_weights:
             found.append(whole(self.head, HEAD, rows, hidden))
         return found
+
+    def channels(self, config: TransformerConfig, layer: int, kind: str) -> Iterator[Copy]:
+        """Yield the weights or biases of a layer's MLP."""
+        theirs, ours = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+        hidden, inner = config.hidden_size, config.mlp.ffn_hidden_size
+        columns = (hidden,) if kind == "weight" else ()
+        for number, part in enumerate(("gate", "up")):
+            source, target = f"{theirs}.{part}_proj.{kind}", f"{ours}.linear_fc1.{kind}"
+            yield _rows(source, 0, target, number * inner, inner, *columns)
+        shape = (hidden, inner) if kind == "weight" else (hidden,)
+        yield whole(f"{theirs}.down_proj.{kind}", f"{ours}.linear_fc2.{kind}", *shape)
 
 
 def _rotation(settings: Settings) -> dict[str, Any]:

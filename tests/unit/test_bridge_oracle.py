@@ -4,6 +4,7 @@ Configurations are small and lopsided on purpose: fewer groups than heads, heads
 the hidden size, an odd vocabulary and odd widths, biases and norms far from their initial values.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the library reads it
@@ -25,6 +27,7 @@ from megatron.core.mesh import Mesh  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.sharding import box_slices  # noqa: E402
 from megatron.core.transformer.config import TransformerConfig  # noqa: E402
+from megatron.core.utils import UserError  # noqa: E402
 
 GPT2 = {"vocab_size": 101, "n_positions": 33, "n_embd": 48, "n_layer": 2, "n_head": 6}
 GPT2 |= {"bos_token_id": 7, "eos_token_id": 100}
@@ -77,6 +80,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
         },
     ),
+    "mixtral": (
+        "Mixtral",
+        LLAMA
+        | {"experts_implementation": "eager"}  # another needs bfloat16
+        | {"head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2},
+    ),
     "llama-plain": ("Llama", LLAMA | {"num_key_value_heads": 6}),
 }
 
@@ -85,7 +94,9 @@ def make_theirs(case: str, dtype: torch.dtype, seed: int = 1) -> nn.Module:
     """Return a model of theirs with large random values everywhere."""
     name, values = CASES[case]
     config = getattr(transformers, f"{name}Config")(**values, attn_implementation="eager")
-    cls = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
+    cls = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Mixtral": "MixtralForCausalLM"}[
+        name
+    ]
     model: nn.Module = getattr(transformers, cls)(config).to(dtype).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -152,7 +163,7 @@ def test_logits_are_theirs_and_the_way_back_gives_the_same_files(case: str, tmp_
     }
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama-tied"])
+@pytest.mark.parametrize("case", ["gpt2", "llama-tied", "mixtral"])
 def test_a_model_of_ours_in_fp32_computes_the_same_as_theirs(case: str, tmp_path: Path) -> None:
     """The other direction first: weights that never were theirs."""
     theirs = make_theirs(case, torch.float32)
@@ -169,10 +180,71 @@ def test_a_model_of_ours_in_fp32_computes_the_same_as_theirs(case: str, tmp_path
     )
     folder = tmp_path / "made"
     write_weights(folder, made.tensors, made.read, made.settings, most_bytes=10**9)
-    again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
+    plain = {"experts_implementation": "eager"} if case == "mixtral" else {}
+    again = type(theirs).from_pretrained(folder, attn_implementation="eager", **plain).eval()
     found, expected = logits_of_both(again, make_ours(config, rows, tensors), rows)
     # Sums of a few hundred products in fp32, in another order.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hf_07_every_matrix_of_every_expert_has_a_partner(tmp_path: Path) -> None:
+    """Logits and bytes of the case `mixtral` are compared above; here one matrix is wrong."""
+    make_theirs("mixtral", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    rest = {key: value for key, value in tensors.items() if key != name}
+    sixth = name.replace("experts.3", "experts.5")
+    for other, words in (
+        (rest, rf"1 tensor\(s\) missing in .*: {name}"),
+        ({**tensors, sixth: tensors[name].clone()}, f"nothing takes.*{sixth}"),
+        ({**tensors, name: tensors[name].t().contiguous()}, r"another shape.*experts\.3\.w2"),
+    ):
+        save_file(other, file)
+        with pytest.raises(UserError, match=words):
+            Import(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"moe_shared_expert_intermediate_size": 8}, "--moe-shared-expert-intermediate-size 8"),
+        ({"moe_layer_freq": (0, 1)}, "--moe-layer-freq 0 1"),
+        ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid"),
+        ({"moe_router_pre_softmax": True}, "--moe-router-pre-softmax True"),
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0"),
+        ({"moe_n_hash_layers": 1}, "--moe-n-hash-layers 1"),
+        (
+            {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.0,)},
+            "--moe-router-load-balancing-type sinkhorn",
+        ),
+        ({"add_bias_linear": True}, "--add-bias-linear True"),
+    ],
+)
+def test_experts_that_mixtral_has_not_are_named_by_their_flag(
+    change: dict[str, Any], flag: str
+) -> None:
+    values: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+    values |= {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
+    values |= {"position_embedding_type": "rope", "num_experts": 4, "moe_ffn_hidden_size": 12}
+    values |= {"untie_embeddings_and_output_weights": True, "moe_aux_loss_coeff": (0.1,)}
+    values |= {"max_position_embeddings": 64}
+    family = hugging_face.Mixtral()
+    good = TransformerConfig.resolve(**values)
+    assert family.misfits(good) == []
+    assert [one.misfits(good) == [] for one in hugging_face.FAMILIES].count(True) == 1
+    assert any("--moe-aux-loss-coeff" in line for line in family.left_out(good))
+    assert any(
+        flag in line for line in family.misfits(TransformerConfig.resolve(**values | change))
+    )
+
+
+def test_windows_of_mixtral_are_refused(tmp_path: Path) -> None:
+    make_theirs("mixtral", torch.float32).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 8}))
+    with pytest.raises(UserError, match="sliding_window is 8"):
+        Import(tmp_path)
 
 
 def test_a_pickled_file_is_the_same_model(tmp_path: Path) -> None:
