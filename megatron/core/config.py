@@ -306,8 +306,15 @@ def spellings(spec: Spec) -> list[str]:
     return [spec.flag, *spec.aliases, *negative, *spec.constants]
 
 
-def resolve(cls: type[T], given: Mapping[str, Any]) -> tuple[T, dict[str, Any], set[str]]:
+def resolve(
+    cls: type[T], given: Mapping[str, Any], called: Mapping[str, str] | None = None
+) -> tuple[T, dict[str, Any], set[str]]:
     """Build a config tree from flat values.
+
+    Args:
+        cls: the tree's class.
+        given: values by name.
+        called: other flags by which messages name what is missing, by name.
 
     Returns:
         The config, its flat values, and the names whose value was derived.
@@ -319,7 +326,8 @@ def resolve(cls: type[T], given: Mapping[str, Any]) -> tuple[T, dict[str, Any], 
     unknown = sorted(set(given) - set(declared))
     if unknown:
         raise ValueError(f"unknown config names: {', '.join(unknown)}")
-    missing = [s.flag for s in declared.values() if s.required and s.name not in given]
+    names = [spec.name for spec in declared.values() if spec.required and spec.name not in given]
+    missing = [(called or {}).get(name, declared[name].flag) for name in names]
     if missing:
         raise ValueError(f"required but not given: {', '.join(missing)}")
     values = {name: given.get(name, spec.default) for name, spec in declared.items()}

@@ -30,7 +30,7 @@ from megatron.training.flags.command_line import (
 )
 from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
-from megatron.training.model_rules import ENCODER_DECODER, check_program
+from megatron.training.model_rules import CALLED, ENCODER_DECODER, check_given, check_program
 from megatron.training.processes.startup_error import print_once
 
 C = TypeVar("C", bound=Config)
@@ -158,7 +158,9 @@ def parse(
     no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
     is_pair = planner is not None and values.get("decoder_seq_length") is not None
     _take_defaults(values, origins, ENCODER_DECODER if is_pair else program)
-    config, flat, derived = _resolve(RunConfig, values)
+    if planner is None:
+        check_given(values, program)
+    config, flat, derived = _resolve(RunConfig, values, CALLED.get(program))
     full = _origins(flat, origins, derived)
     if planner is None:
         check_program(config, program)
@@ -399,10 +401,10 @@ def _boolean(item: Given) -> bool:
 
 
 def _resolve(
-    config_class: type[C], values: Mapping[str, Any]
+    config_class: type[C], values: Mapping[str, Any], called: Mapping[str, str] | None = None
 ) -> tuple[C, dict[str, Any], set[str]]:
     try:
-        return configs.resolve(config_class, values)
+        return configs.resolve(config_class, values, called)
     except UserError:
         raise
     except ValueError as error:

@@ -1,5 +1,8 @@
 """Rules of a model's sizes: what its layers and positions need of each other."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron.core.config import as_words
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
@@ -8,6 +11,11 @@ from megatron.training.wording import nearest_of
 
 ENCODER_DECODER = "pretrain_t5"
 """The program that trains an encoder with a decoder."""
+
+CALLED: Mapping[str, Mapping[str, str]] = {
+    ENCODER_DECODER: {"seq_length": "--encoder-seq-length"},
+}
+"""Program -> setting -> the flag by which its users know it, where that is not the first one."""
 
 
 def heads_fill_the_hidden_size(config: RunConfig, origins: Origins) -> None:
@@ -111,6 +119,21 @@ def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def check_given(values: Mapping[str, Any], program: str) -> None:
+    """Refuse settings that do not make samples for an encoder-decoder, of a program that trains it.
+
+    This comes before they are resolved: what follows from the missing length says less.
+
+    Raises:
+        UserError: the decoder's length is missing.
+    """
+    if program == ENCODER_DECODER and values.get("decoder_seq_length") is None:
+        raise UserError(
+            f"{program}.py trains an encoder and a decoder: give --decoder-seq-length, the tokens "
+            "that the decoder reads of a sample, beside --encoder-seq-length"
+        )
+
+
 def check_program(config: RunConfig, program: str) -> None:
     """Refuse samples of another kind of model than a program trains.
 
@@ -129,11 +152,6 @@ def check_program(config: RunConfig, program: str) -> None:
             "samples; run pretrain_gpt.py, or drop it"
         )
     length = config.data.t5.decoder_seq_length
-    if length is None and program == ENCODER_DECODER:
-        raise UserError(
-            f"{program}.py trains an encoder and a decoder: give --decoder-seq-length, the tokens "
-            "that the decoder reads of a sample, beside --encoder-seq-length"
-        )
     if length is not None and program != ENCODER_DECODER:
         raise UserError(
             f"--decoder-seq-length ({length}) makes samples for an encoder and a decoder, which "

@@ -173,10 +173,18 @@ def test_refusals(text: str, words: str) -> None:
 def test_programs_are_told_apart() -> None:
     alone = SMALL.replace("--decoder-seq-length 12", "")
     assert "give --decoder-seq-length" in refused("", alone)
+    assert "give --decoder-seq-length" in refused(RELATIVE, alone)
     assert "which pretrain_t5.py trains" in refused("", SMALL, "pretrain_gpt")
     text = refused("--decoder-num-layers 2", alone, "pretrain_gpt")
     assert "--decoder-num-layers (2)" in text
     assert "for an encoder-decoder" in refused(RELATIVE, alone, "pretrain_gpt")
+
+
+def test_a_missing_length_is_called_as_users_of_the_program_call_it() -> None:
+    missing = SMALL.replace("--encoder-seq-length 32", "")
+    assert refused("", missing) == "required but not given: --encoder-seq-length"
+    alone = missing.replace("--decoder-seq-length 12", "")
+    assert refused("", alone, "pretrain_gpt") == "required but not given: --seq-length"
 
 
 def test_settings_of_other_positions_are_named() -> None:
