@@ -12,9 +12,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # run from a clone, without installing
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -60,11 +61,21 @@ class Run:
     name: str
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     restarts: list[int] = field(default_factory=list)
+    experts: tuple[int, list[dict[str, Any]]] | None = None
+    """Of the last iteration that tells them: its number, and the loads of each layer's experts."""
 
     def add(self, key: str, iteration: int, value: object) -> None:
         """Keep a point; what is no number (null, text) is left out."""
         if isinstance(value, int | float) and not isinstance(value, bool):
             self.series.setdefault(key, []).append((iteration, float(value)))
+
+    def take(self, iteration: int, row: Mapping[str, Any]) -> None:
+        """Keep a whole row of metrics."""
+        for key, value in row.items():
+            if key not in ("iteration", "attempt"):
+                self.add(key, iteration, value)
+        if row.get("experts"):
+            self.experts = iteration, row["experts"]
 
     def rewind(self, iteration: int) -> None:
         """Drop points from ``iteration`` on: an earlier attempt went further than it saved."""
@@ -95,9 +106,7 @@ def read_metrics(lines: Iterable[str], run: Run, path: Path) -> None:
             run.rewind(iteration)
             run.restarts.append(iteration)
         attempt, last = row.get("attempt", attempt), iteration
-        for key, value in row.items():
-            if key not in ("iteration", "attempt"):
-                run.add(key, iteration, value)
+        run.take(iteration, row)
     if others and run.series:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         print(f"{path}:{others[0]}{more}: not a metrics row, left out", file=sys.stderr)
@@ -292,6 +301,27 @@ def summary(runs: list[Run]) -> str:
     return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(rows)}</table>"
 
 
+def expert_loads(run: Run) -> str:
+    """Return a table of the tokens of each expert, a row for each layer; "" without experts.
+
+    A cell is the darker, the closer it is to the layer's fullest.
+    """
+    if run.experts is None:
+        return ""
+    iteration, layers = run.experts
+    rows = []
+    for layer in layers:
+        tokens = layer["tokens"]
+        most = max(*tokens, 1)
+        cells = (
+            f'<td style="background:rgba(31,111,235,{0.6 * count / most:.2f})">{int(count)}</td>'
+            for count in tokens
+        )
+        rows.append(f"<tr><th>layer {int(layer['layer'])}</th>{''.join(cells)}</tr>")
+    title = f"{html.escape(run.name)}: tokens of each expert in iteration {iteration}"
+    return f"<h2>{title}</h2><div class=wide><table>{''.join(rows)}</table></div>"
+
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1640px; padding: 0 1rem }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 1.2rem }
@@ -299,6 +329,7 @@ figure { margin: 0; border: 1px solid #d8dbe0; border-radius: 8px; padding: .6re
 figcaption { font-weight: 600; padding-left: .4rem }
 svg text { font: 11px system-ui, sans-serif; fill: #5c5f66 } .grid { stroke: #eceef1 }
 table { border-collapse: collapse; margin-bottom: 1.2rem }
+.wide { overflow-x: auto } h2 { font-size: 1.1rem }
 td, th { padding: .3rem .9rem; border-bottom: 1px solid #e4e7eb; text-align: left }
 """
 
@@ -310,9 +341,11 @@ def page(runs: list[Run]) -> str:
     others = sorted({key for run in runs for key in run.series} - known - hidden)
     charts = [*CHARTS, *((key, key.replace("_", " "), False) for key in others)]
     drawn = "".join(chart(key, title, log, runs) for key, title, log in charts)
+    loads = "".join(map(expert_loads, runs))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Training report</title>'
-        f"<style>{STYLE}</style><h1>Training report</h1>{summary(runs)}<main>{drawn}</main></html>"
+        f"<style>{STYLE}</style><h1>Training report</h1>{summary(runs)}<main>{drawn}</main>{loads}"
+        "</html>"
     )
 
 

@@ -44,6 +44,20 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     assert run.restarts == [3]
 
 
+def test_tokens_of_each_expert_are_those_of_the_last_iteration(tmp_path: Path) -> None:
+    def row(iteration: int, tokens: list[int]) -> dict[str, object]:
+        layer = {"layer": 2, "tokens": tokens, "imbalance": 1.5, "idle": 0.0}
+        return {"iteration": iteration, "lm_loss": 2.0, "experts": [layer]}
+
+    path = tmp_path / "metrics.jsonl"
+    write_metrics(path, [row(1, [11, 13]), row(2, [30, 0])])
+    page = report.page([report.read_run(path, "a<b")])
+    assert "a&lt;b: tokens of each expert in iteration 2" in page and "layer 2" in page
+    assert '0.60)">30</td>' in page and '0.00)">0</td>' in page and ">13</td>" not in page
+    write_metrics(path, [{"iteration": 1, "lm_loss": 2.0}])
+    assert "tokens of each expert" not in report.page([report.read_run(path, "dense")])
+
+
 def test_null_and_torn_rows_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
