@@ -26,6 +26,17 @@ from megatron.training.arguments import parse_tool, run_main
 
 PROGRAM = "train_tokenizer"
 BYTES = 256
+# What an encoder-decoder or an encoder needs: its first token, its padding and BERT's marks.
+ROLES = {
+    "<pad>": "pad_token",
+    "[PAD]": "pad_token",
+    "<s>": "bos_token",
+    "<bos>": "bos_token",
+    "[BOS]": "bos_token",
+    "[CLS]": "cls_token",
+    "[SEP]": "sep_token",
+    "[MASK]": "mask_token",
+}
 
 
 class TrainConfig(Config):
@@ -50,7 +61,8 @@ class TrainConfig(Config):
     """Token that ends a document; it gets the id 0."""
 
     special_tokens: tuple[str, ...] = option(())
-    """Further special tokens, with the ids from 1 on."""
+    """Further special tokens, with the ids from 1 on. Those named <pad> or [PAD] (padding), <s>,
+    <bos> or [BOS] (beginning of a sequence), [CLS], [SEP] or [MASK] are what they are called."""
 
     max_record_bytes: int = option(64 * 2**20)
     """Longest record."""
@@ -59,6 +71,11 @@ class TrainConfig(Config):
         names = [self.end_token, *self.special_tokens]
         if len(set(names)) < len(names) or "" in names:
             raise UserError(f"--end-token and --special-tokens must differ: {', '.join(names)}")
+        roles = [ROLES[name] for name in self.special_tokens if name in ROLES]
+        twice = next((role for role in roles if roles.count(role) > 1), None)
+        if twice is not None:
+            both = [name for name in self.special_tokens if ROLES.get(name) == twice]
+            raise UserError(f"--special-tokens {' '.join(both)}: each is the {twice}; give one")
         least = BYTES + len(names)
         if self.vocab_size < least:
             raise UserError(
@@ -102,7 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(config.output)
     with atomic_path(folder / "tokenizer.json") as path:
         tokenizer.save(str(path))
-    settings = {"eos_token": config.end_token, "tokenizer_class": "PreTrainedTokenizerFast"}
+    roles = {ROLES[name]: name for name in config.special_tokens if name in ROLES}
+    settings = {
+        "eos_token": config.end_token,
+        **roles,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     with atomic_path(folder / "tokenizer_config.json") as path:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     say(f"{folder / 'tokenizer.json'}: {size} ids")

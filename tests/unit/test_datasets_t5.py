@@ -313,7 +313,8 @@ def test_a_tokenizer_without_the_tokens_is_refused(tmp_path: Path) -> None:
     none = TokenInfo.of(ByteLevelTokenizer(("<eos>", "<pad>")))
     assert "--vocab-extra-ids 100" in refused("needs sentinel tokens", none)
     only = TokenInfo.of(ByteLevelTokenizer(("<eos>",), sentinels=3))
-    refused("the decoder begins with .* has neither", only)
+    text = refused("the decoder begins with .* has neither", only)
+    assert "--special-tokens '<pad>' '<s>'" in text and '"pad_token": "<pad>"' in text
     nothing = TokenInfo.of(ByteLevelTokenizer((), sentinels=3))
     refused("end with an end-of-sequence token", nothing)
 

@@ -12,6 +12,7 @@ from megatron.core.utils import UserError
 from tests.unit import tokenizer_files as files
 from tools import train_tokenizer
 
+TWICE = ("--special-tokens", "<s>", "<bos>")
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
@@ -49,6 +50,26 @@ def test_the_commonest_pair_is_merged_first(tmp_path: Path) -> None:
     assert tokenizer.encode("qzqz") == [257, 257]
 
 
+def test_special_tokens_are_what_they_are_called(corpus: Path, tmp_path: Path) -> None:
+    """An encoder-decoder begins with bos or padding; an encoder needs BERT's marks."""
+    names = ["<pad>", "<s>", "<a>", "[CLS]", "[SEP]", "[MASK]"]
+    train(tmp_path / "out", "--input", corpus, "--vocab-size", 300, "--special-tokens", *names)
+    special = load(tmp_path / "out").special
+    assert (special.pad, special.bos, special.eos, special.eod) == (1, 2, 0, 0)
+    assert (special.cls, special.sep, special.mask) == (4, 5, 6)
+    train(tmp_path / "none", "--input", corpus, "--vocab-size", 300)
+    bare = load(tmp_path / "none").special
+    assert (bare.pad, bare.bos, bare.cls) == (None, None, None)
+
+
+def test_a_token_in_the_settings_is_added(corpus: Path, tmp_path: Path) -> None:
+    """The other way out that the refusal of a tokenizer without padding names."""
+    train(tmp_path, "--input", corpus, "--vocab-size", 300)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "<pad>"}))
+    assert load(tmp_path).special.pad == 300
+
+
 def test_the_same_text_gives_the_same_files(corpus: Path, tmp_path: Path) -> None:
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
@@ -61,6 +82,8 @@ def test_the_same_text_gives_the_same_files(corpus: Path, tmp_path: Path) -> Non
 def test_what_is_wrong_is_named(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--vocab-size \(256\) must be at least 257"):
         train(tmp_path / "out", "--input", corpus, "--vocab-size", 256)
+    with pytest.raises(UserError, match=r"<s> <bos>: each is the bos_token; give one"):
+        train(tmp_path / "out", "--input", corpus, "--vocab-size", 300, *TWICE)
     with pytest.raises(UserError, match="absent.*no such file"):
         train(tmp_path / "out", "--input", tmp_path / "absent", "--vocab-size", 300)
     with pytest.raises(UserError, match="line 1: the key 'body' is missing"):

@@ -84,7 +84,11 @@ def t5_options(config: DataConfig, info: TokenInfo) -> T5Options:
     if begin is None:
         raise UserError(
             "the decoder begins with the tokenizer's beginning-of-sequence token, or else with its "
-            f"padding, but the {kind} has neither; give a tokenizer that has one of them"
+            f"padding, but the {kind} has neither; give a tokenizer that has one of them: train it "
+            "with tools/train_tokenizer.py --special-tokens '<pad>' '<s>', or write "
+            '"pad_token": "<pad>" into the tokenizer_config.json of a HuggingFaceTokenizer '
+            "(--tokenizer-model), which adds the token where the vocabulary lacks it; prepare the "
+            "data with the same tokenizer"
         )
     return T5Options(
         encoder_seq_length=config.seq_length,
