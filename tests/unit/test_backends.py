@@ -208,7 +208,7 @@ def test_device_cpu_maps_packages_to_our_own() -> None:
     config, (line,) = device_choices.map_to_cpu(on_cpu, {})
     assert config.model.transformer_impl == "auto"
     assert config.model.fusion.cross_entropy_fusion_impl == "native"
-    assert "--transformer-impl apex, --cross-entropy-fusion-impl te" in line
+    assert "--transformer-impl apex (auto), --cross-entropy-fusion-impl te (native)" in line
     with pytest.raises(UserError, match="--cross-entropy-fusion-impl te.*--device cpu"):
         device_choices.check_device(run_of(text), cuda_is_available=False)
 
