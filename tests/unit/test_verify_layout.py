@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.stages import make_stages
+from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError
 from megatron.training.arguments import read_settings
 from megatron.training.verification.equality import MadeUp
@@ -173,6 +176,24 @@ def test_a_sequence_divides_only_where_the_large_one_does() -> None:
     assert small(f"{TINY} {ROPE} --seq-length 96").on(layout).data.seq_length % 6 == 0
     with pytest.raises(UserError, match="--seq-length"):
         small(f"{TINY} {ROPE} --seq-length 64").on(layout)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("", "GPTModel"),
+        ("--masked-words --bert-no-binary-head", "BertModel"),
+        ("--masked-words", "BertModel"),
+        ("--decoder-seq-length 8", "T5Model"),
+    ],
+)
+def test_the_model_is_of_the_kind_that_the_flags_say(words: str, kind: str) -> None:
+    case = tool.case(small(f"{TINY} {words}").on(parse_layout("dp2", "test")))
+    vocabulary = resolve_vocabulary(case.config.tokenizer, case.vocabulary, 1)
+    stages = make_stages(case.config.model.all_layers, 1)
+    (model,) = case.program.build_model(case.config, Mesh.serial(), vocabulary, stages)
+    assert type(model).__name__ == kind
+    assert ("sentence_order" in case.samples[0]) == (words == "--masked-words")
 
 
 def test_samples_are_functions_of_their_number() -> None:

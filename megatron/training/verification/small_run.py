@@ -45,6 +45,8 @@ _KEPT = {
     "reset_position_ids",
     "reset_attention_mask",
     "eod_mask_loss",
+    "masked_words",
+    "bert_binary_head",
 }
 # Sizes of the user's model that follow from smaller ones here.
 _FOLLOW = (
