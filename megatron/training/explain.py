@@ -170,10 +170,11 @@ def ways(words: Sequence[str], unknown: Mapping[str, str]) -> str:
 def differences(run: ParsedRun[RunConfig]) -> Iterator[str]:
     """Yield where Megatron-LM would compute something else from the same flags."""
     config, origins = run.config, run.origins
-    if origins["calculate_per_token_loss"] == "default" and config.data.eod_mask_loss:
+    uneven = config.data.uneven_masks
+    if origins["calculate_per_token_loss"] == "default" and uneven:
         yield (
             "loss: Megatron-LM averages the means of microbatches, which differs where masks are "
-            "uneven (--eod-mask-loss); add --no-calculate-per-token-loss for that"
+            f"uneven ({uneven}); add --no-calculate-per-token-loss for that"
         )
     training = config.training
     if training.rampup_batch_size is not None and training.train_iters is not None:

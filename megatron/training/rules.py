@@ -194,9 +194,10 @@ def check_built(config: RunConfig) -> None:
 def warnings(config: RunConfig, origins: Origins) -> list[str]:
     """Return what a user should know although nothing is wrong."""
     found = []
-    if config.data.eod_mask_loss and origins["calculate_per_token_loss"] == "default":
+    uneven = config.data.uneven_masks
+    if uneven and origins["calculate_per_token_loss"] == "default":
         found.append(
-            "warning: with --eod-mask-loss microbatches count different numbers of tokens; the "
+            f"warning: with {uneven} microbatches count different numbers of tokens; the "
             "loss is averaged over all of the batch's tokens (--calculate-per-token-loss), while "
             "--no-calculate-per-token-loss averages the microbatches' means as Megatron-LM does"
         )

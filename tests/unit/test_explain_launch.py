@@ -116,6 +116,7 @@ def test_a_program_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_encoder_alone_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = explain(capsys, "--", *f"python pretrain_bert.py {BASE}".split())
     assert "is not here" not in text and "head of masked words" in text
+    assert "masks are uneven (--masked-words); add --no-calculate-per-token-loss" in text
 
 
 def test_preprocessing_is_judged_by_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:

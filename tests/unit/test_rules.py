@@ -1,5 +1,7 @@
 """Rules across configs: each refuses what it is about, names flags and values, and nothing else."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from megatron.core.optimizer.schedule import Progress
@@ -429,9 +431,20 @@ def test_settings_that_count_are_not_listed() -> None:
 
 
 def test_uneven_masks_are_warned_of_once_unless_the_objective_is_chosen() -> None:
-    warned = plan("--eod-mask-loss").reports
-    assert sum("--no-calculate-per-token-loss" in line for line in warned) == 1
-    assert not plan("--eod-mask-loss --calculate-per-token-loss").reports
+    for program, words in (
+        ("pretrain_gpt", "--eod-mask-loss"),
+        ("pretrain_t5", "--decoder-seq-length 8"),
+        ("pretrain_bert", "--masked-words"),
+    ):
+
+        def reports(more: str, program: str = program, words: str = words) -> Sequence[str]:
+            return parse(f"{DRY} {words} {more}".split(), program).reports
+
+        warned = reports("")
+        (line,) = (one for one in warned if "--no-calculate-per-token-loss" in one)
+        assert words.partition(" ")[0] in line and "(--calculate-per-token-loss)" in line
+        for chosen in ("--calculate-per-token-loss", "--no-calculate-per-token-loss"):
+            assert not any("-per-token-loss" in one for one in reports(chosen))
     assert not plan("").reports
 
 

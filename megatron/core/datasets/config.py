@@ -210,6 +210,16 @@ class DataConfig(Config):
         return [_flag(name) for name in names if getattr(self, name)]
 
     @property
+    def uneven_masks(self) -> str:
+        """The flag by which samples have different numbers of tokens with a loss; else ""."""
+        by = {
+            "--masked-words": self.bert.masked_words,
+            "--decoder-seq-length": self.t5.decoder_seq_length is not None,
+            "--eod-mask-loss": self.eod_mask_loss,
+        }
+        return next((flag for flag, holds in by.items() if holds), "")
+
+    @property
     def split_applies(self) -> bool:
         """Whether the corpora are cut by --split rather than named for each split."""
         return bool(self.data_path or self.data_args_path or self.mock_data)
