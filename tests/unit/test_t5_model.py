@@ -18,8 +18,9 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
+from megatron.core.sharding import Init
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.relative import bucket
+from megatron.core.transformer.relative import RelativePositions, bucket
 from megatron.training.health import Health
 from megatron.training.log_config import HealthConfig
 from megatron.training.objective import Objective, TokenLosses
@@ -259,6 +260,20 @@ def test_buckets_of_the_transformers_package(bidirectional: bool) -> None:
             distances, bidirectional, buckets, longest
         )
         assert torch.equal(bucket(distances, buckets, longest, bidirectional), expected)
+
+
+def test_biases_sum_their_gradients_in_a_wide_dtype() -> None:
+    """Of as many ones as a bucket has pairs, in bf16, where 256 + 1 is 256."""
+    config = TransformerConfig.resolve(num_layers=1, hidden_size=4, num_attention_heads=1)
+    length = 400
+    biases = RelativePositions(
+        config.position, 1, Init(), Mesh.serial(), torch.bfloat16, bidirectional=True
+    )
+    biases(length).backward(torch.ones(1, 1, length, length, dtype=torch.bfloat16))
+    at = torch.arange(length)
+    pairs = bucket(at - at[:, None], 32, 128, True).flatten().bincount(minlength=32)
+    assert pairs.max() > 20_000 and biases.weight.grad is not None
+    assert torch.equal(biases.weight.grad.flatten(), pairs.to(torch.bfloat16))
 
 
 def changed(model: T5Model, batch: dict[str, Tensor]) -> Tensor:

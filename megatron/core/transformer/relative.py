@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core import sharding
 from megatron.core.context_parallel.partition import positions
+from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Init
 from megatron.core.tensor_parallel.layers import make_parameter
@@ -72,9 +73,12 @@ class RelativePositions(nn.Module):
         # One bias for each distance there is; a query's row is a window of these.
         distances_L = torch.arange(1 - length, length, device=device)
         buckets_L = bucket(distances_L, self.buckets, self.max_distance, self.bidirectional)
-        table_nL = F.embedding(buckets_L, self.weight).t()
+        # A bias's gradient is a sum over all pairs of its bucket: it is taken in a wide dtype.
+        wide = self.weight.to(accumulate_dtype(self.weight.dtype))
+        table_nL = F.embedding(buckets_L, wide).t()
         here_S = positions(length, self.axis.coordinate, self.axis.size).to(device)
-        return table_nL.unfold(1, length, 1)[:, length - 1 - here_S][None]
+        bias_nST = table_nL.unfold(1, length, 1)[:, length - 1 - here_S]
+        return bias_nST.to(self.weight.dtype)[None]
 
 
 def bucket(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
