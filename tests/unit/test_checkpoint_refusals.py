@@ -212,6 +212,7 @@ BALANCE = "--moe-router-load-balancing-type"
             "--window-size 4,0 --window-attn-skip-freq 2",
         ),
         ("--window-size 4,0", "--window-size 4,0 --window-attn-skip-freq [1]*3"),
+        (ROTARY, f"{ROTARY} --max-position-embeddings 4096"),
         (EXPERTS, f"{EXPERTS} {BALANCE} seq_aux_loss"),
         (f"{EXPERTS} {BALANCE} global_aux_loss", f"{EXPERTS} {BALANCE} none"),
     ],

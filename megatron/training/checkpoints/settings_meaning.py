@@ -3,6 +3,7 @@
 layer patterns   N and a number for each layer, where they name the same layers
 balancing        sinkhorn weighs experts by a softmax over all of them, every other kind by the
                  score function; among the others only losses differ
+YaRN's context   means something where positions are YaRN's; elsewhere it follows the sequence
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ def same(name: str, here: Any, stored: Any, config: Mapping[str, Any]) -> bool:
     if name == BALANCING:
         has_experts = config.get("num_experts") is not None
         return not has_experts or ("sinkhorn" in here) == ("sinkhorn" in stored)
+    if name == "yarn_original_max_position_embeddings":
+        return bool(here == stored) or config.get("position_embedding_type", "yarn") != "yarn"
     layers = (config.get("num_layers") or 0) + (config.get("decoder_num_layers") or 0)
     return bool(here == stored or _pattern(name, here, layers) == _pattern(name, stored, layers))
 
