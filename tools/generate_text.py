@@ -54,7 +54,8 @@ class GenerateConfig(Config):
     """Iteration to take; the newest when absent."""
 
     prompt: tuple[str, ...] | None = option(None, may_be_empty=True)
-    """Prompts to continue, together in one batch."""
+    """Prompts, together in one batch: to continue or, by an encoder-decoder, to fill in at marks
+    <extra_id_0>, <extra_id_1> and so on."""
 
     prompt_file: str | None = option(None, metavar="FILE")
     """File with one prompt per line."""
@@ -63,7 +64,7 @@ class GenerateConfig(Config):
     """Tokens to add to each prompt at the most."""
 
     num_samples: int = option(1)
-    """Continuations of each prompt."""
+    """Continuations of each prompt, or ways to fill it in."""
 
     temperature: float = option(1.0)
     """Divides the logits; 0 takes the most probable token."""

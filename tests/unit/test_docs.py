@@ -2,11 +2,13 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.training.arguments import parse
 from tests.test_layering import ALLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +90,39 @@ def test_a_link_to_nowhere_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A title\n[a](#a-title) [b](page.md#none) [c](none.md) [d](https://x.y)\n")
     assert list(broken(page)) == ["page.md#none", "none.md"]
+
+
+OF_DEVELOPERS = {
+    "generate_bug_docs",
+    "generate_flag_docs",
+    "install_requirements",
+    "launch_coverage",
+}
+"""Tools that change this repository, or prepare it."""
+
+
+def test_the_readme_lists_every_tool() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tools = {
+        path.stem
+        for path in (ROOT / "tools").glob("*.py")
+        if 'if __name__ == "__main__":\n    run_main' in path.read_text(encoding="utf-8")
+    }
+    listed = set(re.findall(r"`tools/(\w+)\.py`", readme))
+    assert sorted(tools - OF_DEVELOPERS - listed) == []
+
+
+def test_the_commands_for_a_t5_and_a_bert_of_ones_own_text_are_runs() -> None:
+    page = (ROOT / "docs" / "data_tools.md").read_text(encoding="utf-8")
+    section = page.partition("## A T5 or a BERT of your own text")[2]
+    script = section.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    variables = dict(re.findall(r'^(\w+)="(.*?)"$', script, re.MULTILINE))
+    commands = re.findall(r"^python (pretrain_\w+)\.py (.*)$", script, re.MULTILINE)
+    assert [program for program, _ in commands] == ["pretrain_t5", "pretrain_bert"]
+    for program, flags in commands:
+        given = re.sub(r"\$(\w+)", lambda name: variables[name[1]], flags)
+        run = parse([*shlex.split(given), "--dry-run"], program)
+        assert run.no_effect == () and run.config.training.train_iters == 1000
 
 
 def test_the_table_of_reported_faults_lists_the_tests_that_carry_each_number() -> None:
