@@ -140,6 +140,7 @@ def _track(root: Path, name: "Name") -> None:
 def _convert_ours(config: ConvertConfig) -> int:
     """Convert between formats that hold our tensors."""
     from megatron.core.dist_checkpointing.format import FORMAT
+    from megatron.core.dist_checkpointing.megatron_formats.export import check_exported_kind
     from megatron.training.checkpoints import remade
     from tools.checkpoint_reading import open_checkpoint
 
@@ -152,6 +153,8 @@ def _convert_ours(config: ConvertConfig) -> int:
                 f"{config.source}; leave it out, the files say what they are"
             )
         _not_in_place(source.folder, config.save)
+        if config.target == "torch_dist":
+            check_exported_kind(source.facts, source.folder, "--to torch_dist")
         with_optimizer = config.optim and source.facts.get("parts", {}).get("optimizer", False)
         facts = remade.copied(source.facts, dtype=dtype, with_optimizer=with_optimizer)
         facts = remade.with_vocabulary(facts, source, config.tokenizer)

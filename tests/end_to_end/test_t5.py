@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.utils import UserError
 from tests.harness import Pool
 from tests.programs import Ended, assert_rows_equal, launch, metrics
+from tools import checkpoint
 
 COMMON = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --kv-channels 6 "
@@ -75,5 +77,9 @@ def test_no_export_is_made_yet(pool: Pool, straight: Path, tmp_path: Path) -> No
         f"--fp64 --load {straight / 'saved'} --ckpt-convert-format torch_dist "
         f"--ckpt-convert-save {tmp_path}"
     )
-    with pytest.raises(Exception, match="not written yet"):
+    with pytest.raises(Exception, match="an encoder-decoder .*names there are not known"):
         launch(pool, 1, "pretrain_t5", *f"{COMMON} {words}".split(), folder=tmp_path)
+    words = f"convert --load {straight / 'saved'} --to torch_dist --save {tmp_path / 'out'}"
+    with pytest.raises(UserError, match=r"--to torch_dist: .*names there are not known"):
+        checkpoint.main(words.split())
+    assert not (tmp_path / "out").exists()

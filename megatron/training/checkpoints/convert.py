@@ -7,7 +7,11 @@ from pathlib import Path
 from megatron.core import comm
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.megatron_formats.export import export_torch_dist, left_out
+from megatron.core.dist_checkpointing.megatron_formats.export import (
+    check_exported_kind,
+    export_torch_dist,
+    left_out,
+)
 from megatron.core.dist_checkpointing.reader import Checkpoint, DamagedError
 from megatron.core.mesh import Mesh
 from megatron.core.progress import Bar
@@ -37,19 +41,11 @@ def _convert(config: CheckpointConfig, say: Say, goes_on: Callable[[], None]) ->
         raise UserError(f"--load ({config.load}) holds no checkpoint to convert")
     root = Path(config.ckpt_convert_save) / config.ckpt_convert_format
     target = root / catalog.folder_name(found.name)
-    if found.index.facts.get("config", {}).get("encoder_alone"):
-        raise UserError(
-            f"--ckpt-convert-format {config.ckpt_convert_format}: {found.folder} is of an encoder "
-            "alone (pretrain_bert.py), whose names there are not known yet; leave it out"
-        )
+    flags = f"--ckpt-convert-format {config.ckpt_convert_format}"
+    check_exported_kind(found.index.facts, found.folder, flags)
     if target.exists() and os.path.samefile(target, found.folder):
         raise UserError(f"--ckpt-convert-save would replace {target}, which is to be converted")
     with Checkpoint(found.folder, found.index) as checkpoint:
-        if (checkpoint.facts.get("config") or {}).get("decoder_num_layers") is not None:
-            raise UserError(
-                f"{found.folder} is of an encoder-decoder, of which {config.ckpt_convert_format} "
-                "is not written yet; leave out --ckpt-convert-format"
-            )
         stored = sum(checkpoint.files.values())
         if config.verify_integrity:
             with Bar(stored, "checked", goes_on) as bar:

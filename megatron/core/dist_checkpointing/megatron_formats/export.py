@@ -14,7 +14,7 @@ import os
 import pickle
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.megatron_formats.torch_dist import COMMON,
 from megatron.core.dist_checkpointing.publishing import building, put_in_place
 from megatron.core.dist_checkpointing.save import check_space
 from megatron.core.sharding import Box
+from megatron.core.utils import UserError
 
 LARGEST = 256 * 2**20
 """Bytes of a chunk; larger tensors are cut between rows."""
@@ -63,6 +64,29 @@ class _Entry:
     def bytes(self) -> int:
         """Return the bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_exported_kind(facts: Mapping[str, Any], folder: Path, flags: str) -> None:
+    """Refuse a checkpoint of a model whose names in ``torch_dist`` are not known yet.
+
+    Args:
+        facts: of the checkpoint.
+        folder: of the checkpoint.
+        flags: those that ask for the format.
+
+    Raises:
+        UserError: it is of an encoder alone or of an encoder-decoder.
+    """
+    config = facts.get("config") or {}
+    if config.get("encoder_alone"):
+        what = "an encoder alone (pretrain_bert.py)"
+    elif config.get("decoder_num_layers") is not None:
+        what = "an encoder-decoder (pretrain_t5.py)"
+    else:
+        return
+    raise UserError(
+        f"{flags}: {folder} is of {what}, whose names there are not known yet; leave it out"
+    )
 
 
 def export_torch_dist(
