@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import pretrain_gpt
 from megatron.training import arguments
 from megatron.training.plan import report as plan_report
 from megatron.training.processes import launch
@@ -18,19 +17,21 @@ from megatron.training.processes import launch
 if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-run do without
     from torch import Tensor
 
+    from megatron.core.datasets.builder import Built, Sizes
+    from megatron.core.datasets.cache import BuildPolicy
     from megatron.core.mesh import Mesh
     from megatron.core.models.bert import BertModel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel.stages import Stage
     from megatron.core.rng import DropoutKey
+    from megatron.core.tokenizers.base import Tokenizer
     from megatron.core.tokenizers.vocabulary import Vocabulary
+    from megatron.core.utils import Say
     from megatron.training.batches import Batch
     from megatron.training.config import RunConfig
     from megatron.training.objective import TokenLosses
 
 PROGRAM = "pretrain_bert"
-build_datasets = pretrain_gpt.build_datasets
-"""Samples are what the data flags say: of masked words."""
 
 
 def build_model(
@@ -51,6 +52,15 @@ def build_model(
         sequence_parallel=config.parallel.sequence_parallel,
         context_kinds=config.context.kinds(config.model.num_layers),
     )
+
+
+def build_datasets(
+    config: RunConfig, sizes: Sizes, tokenizer: Tokenizer, policy: BuildPolicy, say: Say
+) -> Built:
+    """Return the training, validation and test sets: what the data flags say, of masked words."""
+    from megatron.training.data import data_sets
+
+    return data_sets(PROGRAM, config, sizes, tokenizer, policy, say)
 
 
 def forward_step(

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.core.utils import UserError
 from megatron.training import arguments
 from megatron.training.plan import report as plan_report
 from megatron.training.processes import launch
@@ -58,15 +57,9 @@ def build_datasets(
     config: RunConfig, sizes: Sizes, tokenizer: Tokenizer, policy: BuildPolicy, say: Say
 ) -> Built:
     """Return the training, validation and test sets."""
-    from megatron.core.datasets import builder
+    from megatron.training.data import data_sets
 
-    if config.data.dataloader_type == "external":
-        raise UserError(
-            f"--dataloader-type external: {PROGRAM}.py brings no loaders of its own; copy it and "
-            "let build_datasets return them, as megatron/training/external.py says"
-        )
-    info, seed = builder.TokenInfo.of(tokenizer), config.training.seed
-    return builder.build_datasets(config.data, sizes, info, seed, policy, say=say)
+    return data_sets(PROGRAM, config, sizes, tokenizer, policy, say)
 
 
 def forward_step(

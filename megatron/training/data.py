@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.datasets import samples
 from megatron.core.datasets.blended import Dataset
-from megatron.core.datasets.builder import Built, Sizes
+from megatron.core.datasets.builder import Built, Sizes, TokenInfo, build_datasets
+from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.plan import positions
 from megatron.core.datasets.sources import read_sources
-from megatron.core.utils import Say
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.utils import Say, UserError
 from megatron.training.config import RunConfig
 
 if TYPE_CHECKING:  # a dry run asks for sizes without importing torch
@@ -63,6 +65,36 @@ def sizes(config: RunConfig, say: Say) -> Sizes:
     if test != 0 and sources["test"] is None:
         test = 0
     return train, valid, test
+
+
+def data_sets(
+    program: str,
+    config: RunConfig,
+    wanted: Sizes,
+    tokenizer: Tokenizer,
+    policy: BuildPolicy,
+    say: Say,
+) -> Built:
+    """Return the training, validation and test sets that the data flags say.
+
+    Args:
+        program: whose name messages have.
+        config: of the run.
+        wanted: samples of each set.
+        tokenizer: of the run.
+        policy: which process builds indices.
+        say: told of what is built.
+
+    Raises:
+        UserError: loaders are asked for, which a program has to bring; or as for the builder.
+    """
+    if config.data.dataloader_type == "external":
+        raise UserError(
+            f"--dataloader-type external: {program}.py brings no loaders of its own; copy it and "
+            "let build_datasets return them, as megatron/training/external.py says"
+        )
+    info, seed = TokenInfo.of(tokenizer), config.training.seed
+    return build_datasets(config.data, wanted, info, seed, policy, say=say)
 
 
 def index_lines(data: RunData) -> Iterator[str]:

@@ -4,12 +4,15 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import pretrain_bert
 import pretrain_gpt
+import pretrain_t5
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
 from megatron.training.external import Loaders, Start
@@ -131,3 +134,10 @@ def test_what_a_user_can_get_wrong(run: Callable[..., int]) -> None:
         run(short, "--train-iters", 3, "--eval-iters", -1)
     with pytest.raises(UserError, match="pretrain_gpt.py brings no loaders of its own"):
         pretrain_gpt.main(flags("--train-iters", 3))
+
+
+@pytest.mark.parametrize("program", [pretrain_gpt, pretrain_t5, pretrain_bert])
+def test_a_program_without_loaders_says_its_own_name(program: Any) -> None:
+    data = SimpleNamespace(dataloader_type="external")
+    with pytest.raises(UserError, match=rf"external: {program.PROGRAM}.py brings no loaders"):
+        program.build_datasets(SimpleNamespace(data=data), (1, 0, 0), None, None, print)
