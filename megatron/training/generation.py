@@ -180,7 +180,8 @@ class Filler(Generator):
         """Return the ids that the encoder reads.
 
         Raises:
-            UserError: the prompt is empty, or has a mark that the tokenizer has no token for.
+            UserError: the prompt is empty, has no mark, whose place an answer would take, or one
+                that the tokenizer has no token for.
         """
         special, ids = self.tokenizer.special, list[int]()
         for part in _MARK.split(prompt):
@@ -193,6 +194,11 @@ class Filler(Generator):
                 raise UserError(f"{part}: the model has {len(special.sentinels)} marks")
         if not ids:
             raise UserError("an empty prompt: give a text with marks, such as <extra_id_0>")
+        if not _MARK.search(prompt):
+            raise UserError(
+                f"prompt {prompt!r} has no mark to be filled in; put <extra_id_0> where the model "
+                "is to write, <extra_id_1> at a second place, and so on"
+            )
         return [*ids, special.eos] if self.ends_with_eos and special.eos is not None else ids
 
     def stop_tokens(self, words: Sequence[str], at_document_end: bool) -> list[int]:

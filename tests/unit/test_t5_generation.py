@@ -94,7 +94,8 @@ def test_marks_of_a_prompt_are_sentinels_and_are_filled() -> None:
     assert said == "<extra_id_0>be<extra_id_2>not"
     assert filler.shown("to <extra_id_0> or <extra_id_2>", said) == "to be or not"
     assert filler.shown("a <extra_id_1> b", said) == "a <extra_id_1> b"  # nothing was said of it
-    for prompt, match in (("", "an empty prompt"), ("<extra_id_3>", "has 3 marks")):
+    refusals = {"": "an empty prompt", "<extra_id_3>": "has 3 marks", "x": "put <extra_id_0> where"}
+    for prompt, match in refusals.items():
         with pytest.raises(UserError, match=match):
             filler.encode(prompt)
 
