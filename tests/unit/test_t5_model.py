@@ -295,6 +295,7 @@ def test_padding_changes_nothing(positions: str) -> None:
     )
     torch.manual_seed(0)
     text, said = torch.randint(50, (2, 9)), torch.randint(50, (2, 6))
+    reads, writes = (torch.arange(n) < torch.tensor([[n], [n - 2]]) for n in (9, 6))  # unevenly
     found = []
     for more, filling in ((0, 0), (5, 0), (5, 7)):
         model = T5Model(config, Mesh.serial(), vocab_size=50, dtype=torch.float64)
@@ -304,12 +305,12 @@ def test_padding_changes_nothing(positions: str) -> None:
             return torch.nn.functional.pad(x, (0, more), value=value)
 
         batch = {
-            "encoder_tokens": padded(text, filling),
-            "decoder_tokens": padded(said, filling),
-            "labels": padded(said.roll(1, 1), filling),
-            "encoder_valid": padded(torch.ones(2, 9, dtype=torch.bool), 0),
-            "decoder_valid": padded(torch.ones(2, 6, dtype=torch.bool), 0),
-            "loss_mask": padded(torch.ones(2, 6), 0),
+            "encoder_tokens": padded(text.where(reads, filling), filling),
+            "decoder_tokens": padded(said.where(writes, filling), filling),
+            "labels": padded(said.roll(1, 1).where(writes, filling), filling),
+            "encoder_valid": padded(reads, 0),
+            "decoder_valid": padded(writes, 0),
+            "loss_mask": padded(writes.double(), 0),
         }
         losses = changed(model, batch)
         losses.sum().backward()
