@@ -64,10 +64,12 @@ def test_a_run_goes_on_where_another_stopped(
 
 
 def test_half_precision_finds_its_loss_scale(pool: Pool, tmp_path: Path) -> None:
-    words = "--fp16 --initial-loss-scale 65536 --tensor-model-parallel-size 2"
+    words = "--fp16 --initial-loss-scale 8388608 --hysteresis 1 --tensor-model-parallel-size 2"
     run(pool, tmp_path, 2, words)
     rows = [row for row in metrics(tmp_path / "metrics.jsonl") if "grad_norm" in row]
-    assert len(rows) == 6 and all(row["loss_scale"] >= 1 for row in rows)
+    scales = [row["loss_scale"] for row in rows]
+    assert len(rows) == 6 and scales == sorted(scales, reverse=True)
+    assert scales[-1] < 2**23, "too large a scale is found to be so, and halved"
     assert rows[-1]["grad_norm"] is not None
 
 
