@@ -1,6 +1,6 @@
 # make setup        create .venv and install what training needs
 # make quickstart   prepare text, train, stop, resume, generate: under five minutes on two cores
-# make quickstart-t5   prepare text, train an encoder-decoder, fill in: about two minutes on two cores
+# make quickstart-t5   prepare text, train an encoder-decoder, fill in: under two minutes on two cores
 # make test         run the test suite
 # make test-kernels compile the Triton kernels, and run them in Triton's interpreter; needs no GPU
 # make test-gpu     run what needs a CUDA device (docs/gpu.md)

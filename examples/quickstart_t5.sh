@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From text to an encoder-decoder that fills in what was taken out: prepare, train, measure, fill in.
-# Takes about two minutes on two idle CPU cores; uses a GPU when there is one. On a slow or busy
+# Takes 74 s on two idle CPU cores; uses a GPU when there is one. On a slow or busy
 # machine, fewer iterations show the same steps (and a worse model):
 #
 #   make quickstart-t5       or          PYTHON=python3 bash examples/quickstart_t5.sh [MORE FLAGS]
