@@ -5,12 +5,12 @@ only the processes are the pool's, so that a run costs its work and no start of 
 """
 
 import importlib
-import io
 import json
 import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training import arguments
-from tests.harness import Pool
+from tests.harness import Pool, RankFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED = ("elapsed_ms", "tokens_per_second", "memory_bytes", "throughput", "mfu", "attempt")
@@ -53,8 +53,15 @@ def launch(
         folder: to work in.
         timeout: seconds.
     """
-    arguments = (module, [str(word) for word in words], str(folder), free_port())
-    return pool.run(world, _launched, *arguments, timeout=timeout)
+    with tempfile.TemporaryDirectory() as printed:
+        arguments = (module, [str(word) for word in words], str(folder), printed, free_port())
+        try:
+            return pool.run(world, _launched, *arguments, timeout=timeout)
+        except (RankFailed, TimeoutError) as error:
+            # A rank that ended its process, or hangs, cannot hand over what it has printed.
+            for file in sorted(Path(printed).iterdir()):
+                error.add_note(f"printed in {file.name}:\n{file.read_text(encoding='utf-8')}")
+            raise
 
 
 @dataclass(frozen=True)
@@ -185,21 +192,26 @@ def _take_place(rank: int, world: int, port: int) -> None:
     )
 
 
-def _launched(rank: int, module: str, words: list[str], folder: str, port: int) -> Ended:
+def _launched(
+    rank: int, module: str, words: list[str], folder: str, printed: str, port: int
+) -> Ended:
     # A program makes its group itself. The pool's is left when all have joined it: whoever leaves
     # earlier closes connections that others are still making.
     dist.barrier()
     dist.destroy_process_group()
     _take_place(rank, int(os.environ["WORLD_SIZE"]), port)
     sys.path[:] = list(dict.fromkeys([str(ROOT), *sys.path]))
-    before, out, err = Path.cwd(), io.StringIO(), io.StringIO()
+    before = Path.cwd()
+    said, told = (Path(printed) / f"{name}.{rank}" for name in ("out", "err"))
     os.chdir(folder)
     try:
-        with redirect_stdout(out), redirect_stderr(err):
+        with (
+            said.open("w", encoding="utf-8", buffering=1) as out,
+            told.open("w", encoding="utf-8", buffering=1) as err,
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
             code = importlib.import_module(module).main(words)
-    except BaseException as error:
-        error.add_note(f"printed by rank {rank}:\n{out.getvalue()}{err.getvalue()}")
-        raise
     finally:
         os.chdir(before)
-    return Ended(code, out.getvalue(), err.getvalue())
+    return Ended(code, *(file.read_text(encoding="utf-8") for file in (said, told)))

@@ -17,15 +17,21 @@ from megatron.training.program import Program
 
 LARGE = 1 << 17
 """Bytes from which malloc gives memory back to the system at once."""
+STACK = 1 << 19
+"""Bytes of a new thread's stack, which count as its process's data; else 8 MiB, used or not."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 def main(words: list[str]) -> int:
     """Run the program under a limit, the first word, in bytes; return its exit code."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    malloc = ctypes.CDLL(None)
-    malloc.mallopt(_M_MMAP_THRESHOLD, LARGE)
-    malloc.mallopt(_M_ARENA_MAX, 1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, LARGE)
+    libc.mallopt(_M_ARENA_MAX, 1)
+    attributes = ctypes.create_string_buffer(128)
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK))
+    libc.pthread_setattr_default_np(attributes)
 
     def build_model(*given: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_DATA, (_data() + int(words[0]), before[1]))
