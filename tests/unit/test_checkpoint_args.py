@@ -155,3 +155,19 @@ def test_a_recovery_checkpoint_in_a_folder_apart_will_do(monkeypatch: pytest.Mon
     monkeypatch.setattr(source, "stored_config", of)
     words = f"{RUN} --load here --non-persistent-global-ckpt-dir apart --use-checkpoint-args"
     assert parse(words.split()).config.model.num_layers == 3
+
+
+def test_work_beside_travelling_tokens_is_the_command_lines() -> None:
+    """Else a checkpoint's overlap would refuse the dispatcher that a flag asks for."""
+    experts = (
+        "--num-experts 4 --moe-shared-expert-intermediate-size 16 "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    checkpoint = stored(f"{experts} --moe-shared-expert-overlap")
+    assert checkpoint["moe_shared_expert_overlap"] is True
+    moe = resume("--moe-token-dispatcher-type allgather", checkpoint).config.model.moe
+    assert moe.moe_shared_expert_intermediate_size == 16
+    assert moe.moe_token_dispatcher_type == "allgather" and not moe.moe_shared_expert_overlap
+    assert not resume("", checkpoint).config.model.moe.moe_shared_expert_overlap
+    again = resume("--moe-shared-expert-overlap", checkpoint).config.model.moe
+    assert again.moe_token_dispatcher_type == "alltoall" and again.moe_shared_expert_overlap

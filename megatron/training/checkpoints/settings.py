@@ -49,13 +49,14 @@ CHANGEABLE = (
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_router_fusion",
-    "moe_shared_expert_overlap",
 )
-# Backends and memory are this machine's business, initial values are never used after a load.
+# Backends, memory and what goes on beside what are this machine's business; initial values are
+# never used after a load.
 IGNORED = (
     "attention_backend",
     "transformer_impl",
     "logits_at_once",
+    "moe_shared_expert_overlap",
     *specs(RecomputeConfig),
     *specs(OffloadConfig),
     *specs(FusionConfig),
