@@ -75,6 +75,27 @@ def test_what_does_not_belong_together_is_not_merged(tmp_path: Path) -> None:
     assert not (tmp_path / "all.json").exists()
 
 
+def test_pairs_whose_tokenizers_differ_in_sentinels_are_merged(tmp_path: Path) -> None:
+    """No text is encoded to sentinels: a note without them holds for all parts."""
+    notes = {
+        "old": {"fingerprint": "plain"},
+        "few": {"fingerprint": "few", "without_sentinels": "plain"},
+        "many": {"fingerprint": "many", "without_sentinels": "plain"},
+        "other": {"fingerprint": "else", "without_sentinels": "else"},
+    }
+    for name, note in notes.items():
+        build(tmp_path / name, [[1]], note["fingerprint"])
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": note}))
+    out = ["--output-prefix", tmp_path / "all"]
+    merge("--input", tmp_path / "old", tmp_path / "few", tmp_path / "many", *out)
+    note = json.loads((tmp_path / "all.json").read_text())
+    assert note["tokenizer"]["without_sentinels"] == "plain"
+    assert note["documents"] == 3
+    with pytest.raises(UserError, match="--mix-tokenizers"):
+        merge("--input", tmp_path / "few", tmp_path / "other", *out)
+
+
 def test_a_pair_is_described(tmp_path: Path, capsys) -> None:
     build(tmp_path / "a", [[1, 2, 3], [4]], "f")
     assert inspect(tmp_path / "a", "--verify") == 0

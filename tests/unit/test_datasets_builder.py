@@ -1,5 +1,6 @@
 """Data sets from flags: caches, blends, validation sets, and what a user can get wrong."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,9 @@ from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.plan import describe, positions
+from megatron.core.datasets.preprocess.report import describe_tokenizer
 from megatron.core.datasets.token_info import TokenInfo
+from megatron.core.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.core.utils import Say, UserError, silent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,6 +314,29 @@ def test_tok_04_another_tokenizer_is_refused(a: str) -> None:
         assert part in str(caught.value)
     flags = {"data_path": (a,), "split": "1", "ignore_tokenizer_mismatch": True}
     assert build((50, 0, 0), info=other, **flags).train is not None
+
+
+def test_a_corpus_does_not_depend_on_how_many_sentinels_are_added(a: str) -> None:
+    """Sentinels come after the vocabulary, and no text is encoded to them."""
+
+    def allows(note: dict[str, Any], run: ByteLevelTokenizer) -> bool:
+        Path(a + ".json").write_text(json.dumps({"tokenizer": note}))
+        try:
+            build((50, 0, 0), data_path=(a,), split="1", info=TokenInfo.of(run))
+        except UserError as error:
+            assert "another tokenizer" in str(error)
+            return False
+        return True
+
+    names = ("<eod>", "<pad>")
+    counts = (0, 1, 100)
+    for made, used in itertools.product(counts, counts):
+        note = describe_tokenizer(ByteLevelTokenizer(names, made))
+        assert allows(note, ByteLevelTokenizer(names, used)), (made, used)
+        assert not allows(note, ByteLevelTokenizer(("<eod>",), used)), (made, used)
+        # Older notes have one fingerprint, with sentinels: it is known if there were none.
+        del note["without_sentinels"]
+        assert allows(note, ByteLevelTokenizer(names, used)) == (made in (0, used))
 
 
 # The plan

@@ -300,3 +300,6 @@ class Numbers:
 
     def fingerprint(self) -> str:
         return "numbers"
+
+    def without_sentinels(self) -> str:
+        return "numbers"

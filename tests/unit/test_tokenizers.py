@@ -320,5 +320,53 @@ def test_a_fingerprint_in_a_data_set_stays_good() -> None:
     assert tokenizer.fingerprint() == hashlib.sha256(written.encode()).hexdigest()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "hf", "sentencepiece", "legacy", "bytes"])
+def test_without_sentinels_tokenizers_of_equal_ids_are_equal(
+    kind: str, tmp_path: Path, model_file: str
+) -> None:
+    """The fingerprint without sentinels is the one that the tokenizer has if none are added."""
+    flags: dict[str, Any] = {"tokenizer_type": "ByteLevelTokenizer"}
+    if kind == "gpt2":
+        flags = dict(
+            zip(("vocab_file", "merge_file"), files.write_gpt2(tmp_path, MERGES), strict=True)
+        )
+    elif kind == "bert":
+        lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]
+        (tmp_path / "vocab.txt").write_text("\n".join(lines))
+        flags = {"vocab_file": str(tmp_path / "vocab.txt")}
+    elif kind == "hf":
+        folder = write_hugging_face(tmp_path / "hf", byte_level_json())
+        flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": folder}
+    elif kind != "bytes":
+        flags = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model_file}
+        flags["tokenizer_sentencepiece_legacy"] = kind == "legacy"
+    plain = build(**flags)
+    assert plain.without_sentinels() == plain.fingerprint()
+    several = [build(vocab_extra_ids=count, **flags) for count in (1, 3, 100)]
+    assert {one.without_sentinels() for one in several} == {plain.fingerprint()}
+    assert len({one.fingerprint() for one in (plain, *several)}) == 4
+    for text in (*files.SAMPLES, "<extra_id_0> red"):
+        assert {tuple(one.encode(text)) for one in several} == {tuple(plain.encode(text))}
+    if kind != "sentencepiece":  # which takes them with the flag of "legacy"
+        other = build(vocab_extra_ids=3, **flags, tokenizer_special_tokens=("<x>",))
+        assert other.without_sentinels() != plain.fingerprint()
+
+
+def test_sentinels_of_the_vocabulary_count_where_texts_have_them(tmp_path: Path) -> None:
+    """A word that the flag makes a special token is spelled out from then on: other ids."""
+    special = files.word_level_json(["?", "red"], ["<extra_id_0>"])
+    words = files.word_level_json(["?", "red", "<extra_id_0>"], [])
+    for content, is_word in ((special, False), (words, True)):
+        folder = write_hugging_face(tmp_path / str(is_word), content)
+        flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": folder}
+        plain, several = build(**flags), [build(vocab_extra_ids=n, **flags) for n in (1, 4)]
+        text = "red <extra_id_0>"
+        differ = several[0].encode(text) != plain.encode(text)
+        assert differ == is_word
+        assert several[0].encode(text) == several[1].encode(text)
+        assert (several[0].without_sentinels() != plain.fingerprint()) == differ
+        assert several[0].without_sentinels() == several[1].without_sentinels()
+
+
 def test_every_type_can_be_built() -> None:
     assert set(MODULES) == set(TOKENIZER_TYPES)

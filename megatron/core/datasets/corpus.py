@@ -134,7 +134,7 @@ class CorpusBuilder:
         if prefix not in self._open:
             source = FileSource(prefix, mmap=self.config.mmap_bin_files)
             if not self.config.ignore_tokenizer_mismatch:
-                check_tokenizer(prefix, self.info.fingerprint, self.info.vocab_size)
+                check_tokenizer(prefix, self.info)
             self._open[prefix] = source
         return self._open[prefix]
 

@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed import (
     idx_path,
     read_index,
 )
-from megatron.core.datasets.sidecar import read_json, sidecar_path, write_json
+from megatron.core.datasets.sidecar import are_alike, read_json, sidecar_path, write_json
 from megatron.core.utils import Say, UserError
 
 
@@ -98,7 +98,7 @@ def _joined_note(prefixes: Sequence[str], mix_tokenizers: bool, say: Say) -> dic
     reference = next(iter(made_by), None)
     for prefix, tokenizer in made_by.items():
         expected = made_by[str(reference)]
-        if tokenizer.get("fingerprint") != expected.get("fingerprint") and not mix_tokenizers:
+        if not are_alike(tokenizer, expected) and not mix_tokenizers:
             raise UserError(
                 f"{reference} was made with {_describe(expected)}, {prefix} with "
                 f"{_describe(tokenizer)}; --mix-tokenizers joins them all the same"
@@ -106,13 +106,17 @@ def _joined_note(prefixes: Sequence[str], mix_tokenizers: bool, say: Say) -> dic
     if missing:
         say(f"no note of the tokenizer beside {', '.join(missing)}: the result has none either")
         return None
-    if len({tokenizer.get("fingerprint") for tokenizer in made_by.values()}) > 1:
+    if not all(are_alike(tokenizer, made_by[str(reference)]) for tokenizer in made_by.values()):
         return None
     parts = list(notes.values())
     joined = {
         name: value if all(part.get(name) == value for part in parts) else None
         for name, value in parts[0].items()
     }
+    if "tokenizer" in joined:
+        # Where they differ it is in sentinels, which are in no part: any of them fits all parts,
+        # and best one whose note knows of sentinels, as those of older files do not.
+        joined["tokenizer"] = max(made_by.values(), key=lambda one: "without_sentinels" in one)
     for name in ("documents", "sequences", "tokens"):
         joined[name] = sum(part.get(name, 0) for part in parts)
     return joined

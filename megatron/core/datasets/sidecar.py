@@ -1,11 +1,12 @@
 """The note beside a pair of token files: how it was made, in JSON.
 
 ``PREFIX.json`` lies beside ``PREFIX.bin`` and ``PREFIX.idx`` where preprocessing made them: the
-tokenizer with its fingerprint, documents and tokens. Pairs from elsewhere have none.
+tokenizer with its fingerprints, documents and tokens. Pairs from elsewhere have none.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return content
+
+
+def are_alike(tokenizer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two tokenizers, as notes describe them, give texts equal ids.
+
+    They may differ in sentinels that were added after the vocabulary: no text is encoded to these.
+    Notes of older files have no fingerprint without them; the whole one is equal to it then if no
+    sentinels were added.
+    """
+    mine, others = (
+        {one.get("fingerprint"), one.get("without_sentinels", one.get("fingerprint"))}
+        for one in (tokenizer, other)
+    )
+    return not mine.isdisjoint(others)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

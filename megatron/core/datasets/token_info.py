@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import SampleOptions
-from megatron.core.datasets.sidecar import read_json, sidecar_path
+from megatron.core.datasets.sidecar import are_alike, read_json, sidecar_path
 from megatron.core.utils import UserError
 
 
@@ -22,12 +22,14 @@ class TokenInfo:
     """Part of the cache key."""
     fingerprint: str | None = None
     """Compared with what the corpus says it was made with; None compares nothing."""
+    without_sentinels: str | None = None
+    """The same, whatever sentinels were added."""
     tokenizer: Any = field(default=None, compare=False, repr=False)
     """The tokenizer itself, for data sets that work on text."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self:
-        """Return what a tokenizer says; its `fingerprint` is a method, the rest are values."""
+        """Return what a tokenizer says; its fingerprints are methods, the rest are values."""
         return cls(
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
@@ -35,6 +37,7 @@ class TokenInfo:
             eos=tokenizer.eos,
             identifiers=dict(tokenizer.unique_identifiers),
             fingerprint=tokenizer.fingerprint(),
+            without_sentinels=tokenizer.without_sentinels(),
             tokenizer=tokenizer,
         )
 
@@ -55,25 +58,29 @@ def sample_options(config: DataConfig, info: TokenInfo, extra: int = 1) -> Sampl
     )
 
 
-def check_tokenizer(prefix: str, fingerprint: str | None, vocab_size: int) -> None:
+def check_tokenizer(prefix: str, info: TokenInfo) -> None:
     """Refuse a corpus whose note names another tokenizer than the run's.
 
-    A corpus without a note (made by other tools) passes: its tokens are checked as they are read.
+    Tokenizers that differ in the sentinels added to them give texts equal ids. A corpus without a
+    note (made by other tools) passes: its tokens are checked as they are read.
 
     Raises:
         UserError: the fingerprints differ, or the note is damaged.
     """
     path = sidecar_path(prefix)
-    if fingerprint is None or not path.is_file():
+    if info.fingerprint is None or not path.is_file():
         return
     tokenizer = read_json(path).get("tokenizer")
     if not isinstance(tokenizer, dict) or "fingerprint" not in tokenizer:
         return
-    if tokenizer["fingerprint"] != fingerprint:
+    mine = {"fingerprint": info.fingerprint}
+    if info.without_sentinels is not None:
+        mine["without_sentinels"] = info.without_sentinels
+    if not are_alike(tokenizer, mine):
         raise UserError(
             f"{prefix} was made with another tokenizer than this run's: {path} says "
             f"{tokenizer.get('type', '?')} with {tokenizer.get('vocab_size', '?')} ids, "
-            f"fingerprint {tokenizer['fingerprint']}; the run has {vocab_size} ids, fingerprint "
-            f"{fingerprint}. Use the corpus' tokenizer, or run tools/preprocess_data.py again; "
-            "--ignore-tokenizer-mismatch goes on regardless"
+            f"fingerprint {tokenizer['fingerprint']}; the run has {info.vocab_size} ids, "
+            f"fingerprint {info.fingerprint}. Use the corpus' tokenizer, or run "
+            "tools/preprocess_data.py again; --ignore-tokenizer-mismatch goes on regardless"
         )

@@ -44,6 +44,8 @@ class Tokenizer(ABC):
         special: ids with a meaning.
         contents: bytes of the files that it was loaded from.
         options: whatever else decides the ids of a text.
+        added_sentinels: how many of the last ids are sentinels, which no text is encoded to.
+        sentinel_options: what ``options`` are with them, by name.
     """
 
     family: ClassVar[str]
@@ -57,19 +59,22 @@ class Tokenizer(ABC):
         special: SpecialIds,
         contents: Sequence[bytes] = (),
         options: Mapping[str, Any] | None = None,
+        added_sentinels: int = 0,
+        sentinel_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.kind = kind
         self.vocab_size = vocab_size
         self.special = special
-        self._fingerprint = _digest(
-            {
-                "family": self.family,
-                "vocab_size": vocab_size,
-                "eod": special.eod,
-                "files": [hashlib.sha256(data).hexdigest() for data in contents],
-                "options": dict(options or {}),
-            }
-        )
+        identity = {
+            "family": self.family,
+            "vocab_size": vocab_size - added_sentinels,
+            "eod": special.eod,
+            "files": [hashlib.sha256(data).hexdigest() for data in contents],
+            "options": dict(options or {}),
+        }
+        self._without_sentinels = _digest(identity)
+        all_options = {**(options or {}), **(sentinel_options or {})}
+        self._fingerprint = _digest(identity | {"vocab_size": vocab_size, "options": all_options})
 
     @property
     def eod(self) -> int | None:
@@ -155,6 +160,13 @@ class Tokenizer(ABC):
         It covers file contents and options, not paths, so that data can say what made it.
         """
         return self._fingerprint
+
+    def without_sentinels(self) -> str:
+        """Return the fingerprint that the tokenizer has without the sentinels added to it.
+
+        It is equal for tokenizers that give texts equal ids and differ in sentinels alone.
+        """
+        return self._without_sentinels
 
     @property
     def unique_identifiers(self) -> dict[str, str]:

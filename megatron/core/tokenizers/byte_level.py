@@ -34,7 +34,9 @@ class ByteLevelTokenizer(Tokenizer):
                 bos=ids.get("<bos>"),
                 sentinels=tuple(ids[name] for name in extra),
             ),
-            options={"special": self._names},
+            options={"special": list(names)},
+            added_sentinels=len(extra),
+            sentinel_options={"special": self._names},
         )
 
     def token_id(self, token: str) -> int | None:

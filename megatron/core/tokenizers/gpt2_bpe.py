@@ -61,10 +61,11 @@ def load(config: TokenizerConfig) -> LibraryTokenizer:
             bos=end,
             eos=end,
             pad=tokenizer.token_to_id("<|padding|>"),
-            sentinels=sentinels,
+            sentinels=sentinels.ids,
         ),
         contents=[vocab_data, merge_data],
-        options={"kind": KIND, "added": added, "extra_ids": config.vocab_extra_ids},
+        options={"kind": KIND, "added": added},
+        sentinels=sentinels,
     )
 
 

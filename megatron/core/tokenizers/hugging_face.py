@@ -48,10 +48,11 @@ def load(config: TokenizerConfig) -> LibraryTokenizer:
         special=SpecialIds(
             eod=ids.get("eos"),
             **{role: i for role, i in ids.items() if role != "unk"},
-            sentinels=sentinels,
+            sentinels=sentinels.ids,
         ),
         contents=[data],
-        options={"kind": KIND, "added": added, "extra_ids": config.vocab_extra_ids},
+        options={"kind": KIND, "added": added},
+        sentinels=sentinels,
     )
 
 

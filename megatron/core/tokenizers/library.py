@@ -6,6 +6,7 @@ batch is a matter of the process, see `use_threads`.
 
 import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,19 @@ from numpy.typing import NDArray
 from megatron.core.tokenizers.base import Ids, SpecialIds, Tokenizer
 
 BPE_CACHE_WORDS = 10_000
+
+
+@dataclass(frozen=True)
+class Sentinels:
+    """<extra_id_0>, <extra_id_1>, ... of a vocabulary, as `add_sentinels` leaves them."""
+
+    ids: tuple[int, ...]
+    asked: int
+    """As many as ``--vocab-extra-ids`` says."""
+    added: int
+    """New ids, the last of the vocabulary."""
+    changed: tuple[str, ...]
+    """Words of the vocabulary that became special, so that texts are no longer encoded to them."""
 
 
 class LibraryTokenizer(Tokenizer):
@@ -32,7 +46,8 @@ class LibraryTokenizer(Tokenizer):
         kind: str,
         special: SpecialIds,
         contents: Sequence[bytes],
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
+        sentinels: Sentinels,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -45,7 +60,9 @@ class LibraryTokenizer(Tokenizer):
             vocab_size=full_size(tokenizer),
             special=special,
             contents=contents,
-            options=options,
+            options={**options, "extra_ids": list(sentinels.changed) or 0},
+            added_sentinels=sentinels.added,
+            sentinel_options={"extra_ids": sentinels.asked},
         )
 
     def token_id(self, token: str) -> int | None:
@@ -90,14 +107,20 @@ def add_special_tokens(tokenizer: Any, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(tokenizer.token_to_id(name) for name in names)
 
 
-def add_sentinels(tokenizer: Any, count: int) -> tuple[int, ...]:
-    """Return the ids of ``count`` sentinels, added where they are not in the vocabulary.
+def add_sentinels(tokenizer: Any, count: int) -> Sentinels:
+    """Return ``count`` sentinels, added where they are not in the vocabulary.
 
     With a count of 0, those that the vocabulary has.
     """
-    if count:
-        return add_special_tokens(tokenizer, sentinel_names(count))
-    return own_sentinels(tokenizer.token_to_id)
+    if not count:
+        return Sentinels(own_sentinels(tokenizer.token_to_id), asked=0, added=0, changed=())
+    names = sentinel_names(count)
+    before = full_size(tokenizer)
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    own = [name for name in names if tokenizer.token_to_id(name) is not None]
+    changed = tuple(name for name in own if name not in special)
+    ids = add_special_tokens(tokenizer, names)
+    return Sentinels(ids, asked=count, added=full_size(tokenizer) - before, changed=changed)
 
 
 def own_sentinels(token_id: Callable[[str], int | None]) -> tuple[int, ...]:

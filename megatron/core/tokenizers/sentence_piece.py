@@ -40,7 +40,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = processor
         self._pieces: int = processor.get_piece_size()
         extra = sentinel_names(sentinels)
-        names = [name for name in [*added, *extra] if self._piece(name) is None]
+        plain = [name for name in added if self._piece(name) is None]
+        marks = [name for name in extra if self._piece(name) is None]
+        names = [*plain, *marks]
         self._added = {name: self._pieces + i for i, name in enumerate(names)}
         self._added_names = {i: name for name, i in self._added.items()}
         # Arrays spare the library a Python number per token; older versions have none.
@@ -50,7 +52,9 @@ class SentencePieceTokenizer(Tokenizer):
             vocab_size=self._pieces + len(names),
             special=self._special("<EOD>" in added, sentinels),
             contents=[contents],
-            options={"added": names},
+            options={"added": plain},
+            added_sentinels=len(marks),
+            sentinel_options={"added": names},
         )
 
     def _special(self, has_eod: bool, sentinels: int) -> SpecialIds:

@@ -53,10 +53,11 @@ def load(config: TokenizerConfig) -> LibraryTokenizer:
             cls=find("[CLS]"),
             sep=find("[SEP]"),
             mask=find("[MASK]"),
-            sentinels=sentinels,
+            sentinels=sentinels.ids,
         ),
         contents=[data],
-        options={"kind": kind, "added": added, "extra_ids": config.vocab_extra_ids},
+        options={"kind": kind, "added": added},
+        sentinels=sentinels,
     )
 
 

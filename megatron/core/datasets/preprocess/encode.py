@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of all that decides ids."""
 
+    def without_sentinels(self) -> str:
+        """Return a hash of all that decides the ids of texts."""
+
 
 @dataclass(frozen=True)
 class Documents:

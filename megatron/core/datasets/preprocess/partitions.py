@@ -52,11 +52,15 @@ def _is_complete(job: Job, index: int) -> bool:
 
 
 def _identity(content: dict[str, Any]) -> dict[str, Any]:
-    return {name: content.get(name) for name in ("options", "tokenizer")}
+    """Return what shares of one set have in common; older ones say less of the tokenizer."""
+    tokenizer = dict(content.get("tokenizer") or {})
+    tokenizer.pop("without_sentinels", None)
+    return {"options": content.get("options"), "tokenizer": tokenizer}
 
 
 def _job_identity(job: Job) -> dict[str, Any]:
-    return {"options": job.options(), "tokenizer": report.describe_tokenizer(job.tokenizer)}
+    tokenizer = report.describe_tokenizer(job.tokenizer)
+    return _identity({"options": job.options(), "tokenizer": tokenizer})
 
 
 def merge_shares(job: Job) -> Counts:

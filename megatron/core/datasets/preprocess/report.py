@@ -82,6 +82,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "type": tokenizer.kind,
         "fingerprint": tokenizer.fingerprint(),
+        "without_sentinels": tokenizer.without_sentinels(),
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
