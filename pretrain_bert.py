@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # torch is imported when training begins: --help and --dry-ru
     from megatron.core.datasets.cache import BuildPolicy
     from megatron.core.mesh import Mesh
     from megatron.core.models.bert import BertModel
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel.stages import Stage
     from megatron.core.rng import DropoutKey
     from megatron.core.tokenizers.base import Tokenizer
@@ -36,7 +35,7 @@ PROGRAM = "pretrain_bert"
 
 def build_model(
     config: RunConfig, mesh: Mesh, vocabulary: Vocabulary, stages: Sequence[Stage]
-) -> list[GPTModel]:
+) -> list[BertModel]:
     """Return this rank's stages of the model; their values are drawn afterwards."""
     import torch
 

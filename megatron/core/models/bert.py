@@ -27,7 +27,8 @@ from megatron.core import sharding
 from megatron.core.kernels.attention import Packing
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import GPTModel, build_stages
+from megatron.core.models.base import build_parts
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.language_model import LanguageHead, Tie
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
@@ -88,10 +89,7 @@ class BertHead(LanguageHead):
 
 
 class BertModel(GPTModel):
-    """An encoder alone; parameters are named and described, not yet initialised.
-
-    Its arguments are GPT's.
-    """
+    """An encoder alone, or a stage's part of one."""
 
     head = BertHead
 
@@ -121,15 +119,7 @@ class BertModel(GPTModel):
             packing: tokens and padding of each sample, as two documents.
             dropout: key of the dropout masks; absent switches dropout off.
         """
-        if self.stage.is_first:
-            assert self.embedding is not None
-            assert tokens_BS is not None and x_SBH is None, "the first stage takes tokens"
-            length = tokens_BS.shape[1]
-            x_SBH = self.embedding(tokens_BS, None, dropout, token_types_BS)
-        else:
-            assert x_SBH is not None, "a later stage takes hidden states"
-            length = x_SBH.shape[0] * (self.mesh.tp.size if self.sequence_parallel else 1)
-        rotary = self.rotary(length, None) if self.rotary else None
+        x_SBH, rotary = self._enter(tokens_BS, x_SBH, None, dropout, token_types_BS)
         with self.saving.forward(rotary or ()):
             x_SBH = self.decoder(x_SBH, Context(rotary, packing, dropout))
             if self.output_layer is None:
@@ -142,6 +132,6 @@ class BertModel(GPTModel):
 
 def build_bert_stages(
     config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
-) -> list[GPTModel]:
-    """Return this rank's parts of a BERT, one for each stage, as `gpt.build_stages` does."""
-    return build_stages(config, mesh, stages, kind=BertModel, **settings)
+) -> list[BertModel]:
+    """Return this rank's parts of a BERT, one for each stage; see `base.build_parts`."""
+    return build_parts(BertModel, config, mesh, stages, **settings)

@@ -16,99 +16,46 @@ parallelism counted), H hidden, K depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core import sharding
 from megatron.core.kernels.attention import Packing
 from megatron.core.mesh import Mesh
-from megatron.core.models.language_model import LanguageEmbedding, LanguageHead, Tie
+from megatron.core.models.base import LanguageModel, build_parts
 from megatron.core.models.mtp import Ahead, MultiTokenPrediction
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
-from megatron.core.tensor_parallel.embedding import VocabularyRows
-from megatron.core.transformer.backends import choose_backends
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.moe.balanced import Balance
 from megatron.core.transformer.plan import layer_plan
-from megatron.core.transformer.position import rotary_tables
-from megatron.core.transformer.saving import Saving
 
 
-class GPTModel(nn.Module):
-    """Decoder-only language model; parameters are named and described, not yet initialised.
+class GPTModel(LanguageModel):
+    """A decoder-only language model, or a stage's part of one."""
 
-    Call `megatron.core.rng.initialize(model, seed)` for initial values that no layout changes.
-
-    Args:
-        config: the architecture.
-        mesh: axes and device.
-        vocab_size: true rows of the vocabulary.
-        padded_vocab_size: rows with padding, a multiple of the tensor-parallel size.
-        dtype: of weights and activations.
-        stage: what this part of the model owns; everything when absent.
-        sequence_parallel: split activations along the sequence between tensor-parallel regions.
-        context_kinds: how attention over a sequence's ranks communicates (`context_parallel`): one
-            kind for all layers, or one for each.
-    """
-
-    head: ClassVar[type[LanguageHead]] = LanguageHead
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        mesh: Mesh,
-        *,
-        vocab_size: int,
-        padded_vocab_size: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        stage: Stage | None = None,
-        sequence_parallel: bool = False,
-        context_kinds: tuple[str, ...] = ("p2p",),
-    ) -> None:
-        super().__init__()
-        self.config, self.mesh, self.vocab_size = config, mesh, vocab_size
-        depths = config.mtp.depths
-        self.stage = stage or Stage(range(config.num_layers), num_mtp_layers=depths)
-        assert self.stage.num_mtp_layers == (depths if self.stage.is_last else 0), self.stage
-        backends = choose_backends(config, mesh.device, dtype)
-        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        self.saving = Saving(config.recompute, config.offload, mesh)
-        around = Surroundings(
-            config, mesh, dtype, backends, self.saving, self.sequence_parallel, context_kinds
-        )
-        self.backends, self.residual_dtype = backends, around.residual_dtype
-        rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
-        tied = not config.untie_embeddings_and_output_weights
-        whole = self.stage.is_first and self.stage.is_last
-        ends_apart = not whole and not self.stage.other_end_is_here
-        self.embedding: LanguageEmbedding | None = None
-        if self.stage.is_first or self.stage.num_mtp_layers:
-            copied = ends_apart and (tied or depths > 0)
-            self.embedding = LanguageEmbedding(rows, around, tied=copied)
+    def _make_layers(self, around: Surroundings) -> None:
         layers = self.stage.layers
-        plans = layer_plan(config)[layers.start : layers.stop]
+        plans = layer_plan(self.config)[layers.start : layers.stop]
         self.decoder = TransformerBlock(plans, self.stage.is_last, around)
-        self.output_layer: LanguageHead | None = None
-        if self.stage.is_last:
-            here = self.embedding is not None or not ends_apart
-            tie: Tie = "no" if not tied else "here" if here else "apart"
-            self.output_layer = self.head(rows, around, tie)
-            if tied and self.embedding is not None:
-                self.output_layer.weight = self.embedding.word_embeddings.weight
+
+    def _make_behind(self, around: Surroundings) -> None:
         self.mtp: MultiTokenPrediction | None = None
         if self.stage.num_mtp_layers:
-            self.mtp = MultiTokenPrediction(depths, around)
-        self.rotary = rotary_tables(config, mesh, dtype)
+            self.mtp = MultiTokenPrediction(self.stage.num_mtp_layers, around)
         self.balance: Balance | None = None
         """Of the microbatch that comes next, for routers of experts; absent, all tokens count and
         auxiliary losses do not."""
-        sharding.name_parameters(self)
+
+    def join(self, first: Self) -> None:
+        """Share the token vectors, which layers of multi-token prediction read too."""
+        super().join(first)
+        if self.mtp is not None and first.embedding is not None:
+            self.embedding = first.embedding
 
     def forward(
         self,
@@ -141,15 +88,7 @@ class GPTModel(nn.Module):
             cache: keys and values of earlier tokens, and room for these.
             ahead: what the depths of multi-token prediction see; needed with labels.
         """
-        if self.stage.is_first:
-            assert self.embedding is not None
-            assert tokens_BS is not None and x_SBH is None, "the first stage takes tokens"
-            length = tokens_BS.shape[1]
-            x_SBH = self.embedding(tokens_BS, position_ids_BS, dropout)
-        else:
-            assert x_SBH is not None, "a later stage takes hidden states"
-            length = x_SBH.shape[0] * (self.mesh.tp.size if self.sequence_parallel else 1)
-        rotary = self.rotary(length, position_ids_BS) if self.rotary else None
+        x_SBH, rotary = self._enter(tokens_BS, x_SBH, position_ids_BS, dropout)
         queries = position_ids_BS if cache is not None else None
         tokens_SB = None if tokens_BS is None else tokens_BS.t()
         valid_BS = None if self.balance is None else self.balance.valid_BS
@@ -159,6 +98,25 @@ class GPTModel(nn.Module):
         )
         with self.saving.forward(rotary or ()):
             return self._through(x_SBH, labels_BS, context, ahead)
+
+    def _enter(
+        self,
+        tokens_BS: Tensor | None,
+        x_SBH: Tensor | None,
+        position_ids_BS: Tensor | None,
+        dropout: DropoutKey | None,
+        token_types_BS: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return what the stage's layers take: hidden states, and rotary tables if any turn."""
+        if self.stage.is_first:
+            assert self.embedding is not None
+            assert tokens_BS is not None and x_SBH is None, "the first stage takes tokens"
+            length = tokens_BS.shape[1]
+            x_SBH = self.embedding(tokens_BS, position_ids_BS, dropout, token_types_BS)
+        else:
+            assert x_SBH is not None, "a later stage takes hidden states"
+            length = x_SBH.shape[0] * (self.mesh.tp.size if self.sequence_parallel else 1)
+        return x_SBH, self.rotary(length, position_ids_BS) if self.rotary else None
 
     def _through(
         self, x_SBH: Tensor, labels_BS: Tensor | None, context: Context, ahead: Ahead | None
@@ -178,31 +136,7 @@ class GPTModel(nn.Module):
 
 
 def build_stages(
-    config: TransformerConfig,
-    mesh: Mesh,
-    stages: Sequence[Stage],
-    *,
-    kind: type[GPTModel] = GPTModel,
-    **settings: Any,
+    config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
 ) -> list[GPTModel]:
-    """Return this rank's parts of a GPT, one for each of its stages.
-
-    Where both ends are on this rank and tied, they share one parameter; layers of multi-token
-    prediction share the embedding.
-
-    Args:
-        config: the architecture.
-        mesh: axes and device.
-        stages: of this rank, in order of its chunks.
-        kind: the model's class.
-        settings: further arguments of it.
-    """
-    chunks = [kind(config, mesh, stage=stage, **settings) for stage in stages]
-    if stages[0].is_first and stages[-1].is_last:
-        first, last = chunks[0].embedding, chunks[-1].output_layer
-        assert first is not None and last is not None
-        if not config.untie_embeddings_and_output_weights:
-            last.weight = first.word_embeddings.weight
-        if chunks[-1].mtp is not None:
-            chunks[-1].embedding = first
-    return chunks
+    """Return this rank's parts of a GPT, one for each stage; see `base.build_parts`."""
+    return build_parts(GPTModel, config, mesh, stages, **settings)

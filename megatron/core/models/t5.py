@@ -23,87 +23,41 @@ X = S + T; in hidden states S and T are this rank's, sequence parallelism counte
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core import sharding
 from megatron.core.mesh import Mesh
-from megatron.core.models.language_model import LanguageEmbedding, LanguageHead, Tie
+from megatron.core.models.base import LanguageModel, build_parts
+from megatron.core.models.language_model import LanguageHead, Tie
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.embedding import VocabularyRows
-from megatron.core.transformer.backends import choose_backends
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, Encoded
 from megatron.core.transformer.init import inner_init
 from megatron.core.transformer.layer import Surroundings
 from megatron.core.transformer.plan import decoder_plan, encoder_plan
-from megatron.core.transformer.position import rotary_tables
 from megatron.core.transformer.relative import RelativePositions
-from megatron.core.transformer.saving import Saving
 from megatron.core.utils import divide
 
 
-class T5Model(nn.Module):
-    """Encoder-decoder language model; parameters are named and described, not yet initialised.
+class T5Head(LanguageHead):
+    """A head whose logits have biases where linear layers have."""
 
-    Args:
-        config: the architecture; it has two stacks.
-        mesh: axes and device.
-        vocab_size: true rows of the vocabulary.
-        padded_vocab_size: rows with padding, a multiple of the tensor-parallel size.
-        dtype: of weights and activations.
-        stage: what this part of the model owns, of all layers; everything when absent.
-        sequence_parallel: split activations along the sequence between tensor-parallel regions.
-        context_kinds: how attention over a sequence's ranks communicates (`context_parallel`): one
-            kind for all layers, or one for each.
-    """
+    def __init__(self, rows: VocabularyRows, around: Surroundings, tied: Tie = "no") -> None:
+        super().__init__(rows, around, tied, bias=around.config.add_bias_linear)
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        mesh: Mesh,
-        *,
-        vocab_size: int,
-        padded_vocab_size: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        stage: Stage | None = None,
-        sequence_parallel: bool = False,
-        context_kinds: tuple[str, ...] = ("p2p",),
-    ) -> None:
-        super().__init__()
-        assert config.has_two_stacks, "an encoder-decoder has layers of two stacks"
-        self.config, self.mesh, self.vocab_size, self.dtype = config, mesh, vocab_size, dtype
-        self.stage = stage or Stage(range(config.all_layers))
-        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        self.saving = Saving(config.recompute, config.offload, mesh)
-        self.backends = choose_backends(config, mesh.device, dtype)
-        around = Surroundings(
-            *(config, mesh, dtype, self.backends, self.saving),
-            *(self.sequence_parallel, context_kinds),
-        )
-        self.residual_dtype = around.residual_dtype
-        rows = VocabularyRows(vocab_size, padded_vocab_size or vocab_size, mesh)
-        tied = not config.untie_embeddings_and_output_weights
-        ends_apart = not (self.stage.is_first and self.stage.is_last)
-        ends_apart = ends_apart and not self.stage.other_end_is_here
-        self.embedding: LanguageEmbedding | None = None
-        if self.stage.is_first:
-            self.embedding = LanguageEmbedding(rows, around, tied=tied and ends_apart)
-        self._make_stacks(around)
-        self.output_layer: LanguageHead | None = None
-        if self.stage.is_last:
-            tie: Tie = "no" if not tied else "apart" if ends_apart else "here"
-            self.output_layer = LanguageHead(rows, around, tie, bias=config.add_bias_linear)
-            if tied and self.embedding is not None:
-                self.output_layer.weight = self.embedding.word_embeddings.weight
-        self.rotary = rotary_tables(config, mesh, dtype)
-        sharding.name_parameters(self)
 
-    def _make_stacks(self, around: Surroundings) -> None:
+class T5Model(LanguageModel):
+    """An encoder and a decoder, or a stage's part of both; the config has two stacks."""
+
+    head = T5Head
+
+    def _make_layers(self, around: Surroundings) -> None:
+        assert self.config.has_two_stacks, "an encoder-decoder has layers of two stacks"
         here, first = self.stage.layers, self.config.num_layers
         encoder = [plan for plan in encoder_plan(self.config) if plan.number in here]
         decoder = [plan for plan in decoder_plan(self.config) if plan.number in here]
@@ -131,6 +85,12 @@ class T5Model(nn.Module):
             around.dtype,
             bidirectional=bidirectional,
         )
+
+    def join(self, first: Self) -> None:
+        """Share the token vectors, and the learned biases, which all stages hold."""
+        super().join(first)
+        self.encoder_relative_pos_emb = first.encoder_relative_pos_emb
+        self.decoder_relative_pos_emb = first.decoder_relative_pos_emb
 
     def forward(
         self,
@@ -211,24 +171,5 @@ class T5Model(nn.Module):
 def build_stages(
     config: TransformerConfig, mesh: Mesh, stages: Sequence[Stage], **settings: Any
 ) -> list[T5Model]:
-    """Return this rank's parts of an encoder-decoder, one for each of its stages.
-
-    Where both ends are on this rank and tied, they share one parameter; all share the learned
-    biases.
-
-    Args:
-        config: the architecture.
-        mesh: axes and device.
-        stages: of this rank, in order of its chunks.
-        settings: further arguments of `T5Model`.
-    """
-    chunks = [T5Model(config, mesh, stage=stage, **settings) for stage in stages]
-    for chunk in chunks[1:]:
-        chunk.encoder_relative_pos_emb = chunks[0].encoder_relative_pos_emb
-        chunk.decoder_relative_pos_emb = chunks[0].decoder_relative_pos_emb
-    if stages[0].is_first and stages[-1].is_last:
-        first, last = chunks[0].embedding, chunks[-1].output_layer
-        assert first is not None and last is not None
-        if not config.untie_embeddings_and_output_weights:
-            last.weight = first.word_embeddings.weight
-    return chunks
+    """Return this rank's parts of a T5, one for each stage; see `base.build_parts`."""
+    return build_parts(T5Model, config, mesh, stages, **settings)
