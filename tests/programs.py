@@ -8,6 +8,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -172,10 +173,18 @@ def _nearly(value: Any) -> Any:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """Return a port that nobody listens at.
+
+    Below those that the system hands out by itself: one of these may be some other connection's
+    before a program listens at it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
 
 

@@ -54,7 +54,8 @@ def run(pool: Pool, folder: Path, world: int, *words: object, module: str = "") 
     common = (word for text in (COMMON, *words) for word in str(text).split())
     ended = launch(pool, world, module or "pretrain_gpt", *common, folder=folder)
     assert [one.code for one in ended] == [0] * world
-    assert not any(one.out or one.err for one in ended[1:])  # the first rank prints
+    # The first rank prints.
+    assert [one.out + one.err for one in ended[1:]] == [""] * (world - 1)
     return ended
 
 
