@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import activation, philox, table
+from megatron.core.kernels import activation, cross_entropy, philox, table
 from megatron.core.kernels.adam import AdamStep, adam_reference
 from megatron.core.kernels.cross_entropy import IN_PLACE, IN_PLACE_HALF, REFERENCE, Kernels
 from megatron.core.kernels.dropout import bias_dropout_add, bias_dropout_add_reference, dropout
@@ -119,20 +119,24 @@ def test_swiglu_that_keeps_its_input_alone(bias: bool, bounds: tuple[float | Non
 @pytest.mark.parametrize("kernels", [IN_PLACE, IN_PLACE_HALF], ids=["wide", "own dtype"])
 @pytest.mark.parametrize("valid", [9, 6, 0])
 @pytest.mark.parametrize("summed", [False, True])
-def test_halves_of_a_cross_entropy_agree(kernels: Kernels, valid: int, summed: bool) -> None:
+@pytest.mark.parametrize("slab", [cross_entropy.SLAB, 20], ids=["at once", "by slabs"])
+def test_halves_of_a_cross_entropy_agree(
+    kernels: Kernels, valid: int, summed: bool, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "SLAB", slab)
     generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(4, 9, dtype=F64, generator=generator)
-    labels = torch.tensor([-1, 0, 5, -1]) if valid else torch.full((4,), -1)
+    logits = torch.randn(5, 9, dtype=F64, generator=generator)
+    labels = torch.tensor([-1, 0, 5, -1, 2]) if valid else torch.full((5,), -1)
     own, reference = (
         k.statistics(logits.clone(), labels, valid, summed) for k in (kernels, REFERENCE)
     )
     for name in ("largest_N", "total_N", "target_N", "summed_N"):
         torch.testing.assert_close(getattr(own, name), getattr(reference, name))
-    divisor, grad, minus = torch.rand(3, 4, dtype=F64, generator=generator) + 0.5
+    divisor, grad, minus = torch.rand(3, 5, dtype=F64, generator=generator) + 0.5
     rest = (divisor, grad, minus, 0.01)
     assert kernels.keeps_exponentials and not REFERENCE.keeps_exponentials
     got = kernels.gradient(own.kept_Nv, labels, valid, None, *rest)
-    largest = reference.largest_N if valid else torch.zeros(4, dtype=F64)
+    largest = reference.largest_N if valid else torch.zeros(5, dtype=F64)
     want = REFERENCE.gradient(reference.kept_Nv, labels, valid, largest, *rest)
     torch.testing.assert_close(got, want)
     assert (got[:, valid:] == 0).all()

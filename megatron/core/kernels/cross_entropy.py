@@ -26,6 +26,9 @@ from torch import Tensor
 
 from megatron.core.kernels.dtypes import accumulate_dtype
 
+SLAB = 2**18
+"""Logits that a CPU finishes before it goes on to the next ones: so many stay in its cache."""
+
 
 class Statistics(NamedTuple):
     """What a rank knows of its own logits, in fp32 or better."""
@@ -103,6 +106,20 @@ def statistics_in_place(
     """
     dtype = accumulate_dtype(logits_Nv.dtype)
     shifted_Nv = logits_Nv if keeps_dtype else logits_Nv.to(dtype)
+    rows = max(1, SLAB // max(1, logits_Nv.shape[1])) if logits_Nv.is_cpu else len(label_N)
+    if rows < len(label_N):
+        slabs = zip(shifted_Nv.split(rows), label_N.split(rows), strict=True)
+        parts = [_overwrite(slab_rv, label_r, valid, summed, dtype) for slab_rv, label_r in slabs]
+        largest_N, total_N, target_N, *sums = (torch.cat(part) for part in zip(*parts, strict=True))
+    else:
+        largest_N, total_N, target_N, *sums = _overwrite(shifted_Nv, label_N, valid, summed, dtype)
+    return Statistics(largest_N, total_N, target_N, sums[0] if sums else None, shifted_Nv)
+
+
+def _overwrite(
+    shifted_Nv: Tensor, label_N: Tensor, valid: int, summed: bool, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Make logits exponentials; return largest, total, target, and the sum if it is asked for."""
     valid_Nv = shifted_Nv[:, :valid]
     if valid:
         largest_N = valid_Nv.amax(1).to(dtype)
@@ -111,10 +128,10 @@ def statistics_in_place(
     # From all local columns: a rank may hold nothing but padding.
     target_N = shifted_Nv.gather(1, label_N.clamp(min=0).unsqueeze(1)).squeeze(1).to(dtype)
     target_N = target_N.masked_fill(label_N < 0, 0.0)
-    summed_N = valid_Nv.sum(1, dtype=dtype) if summed else None
+    sums = (valid_Nv.sum(1, dtype=dtype),) if summed else ()
     # The logits become exp(logit - largest) in place: nobody reads them after this.
     valid_Nv.sub_(largest_N.unsqueeze(1)).exp_()
-    return Statistics(largest_N, valid_Nv.sum(1, dtype=dtype), target_N, summed_N, shifted_Nv)
+    return largest_N, valid_Nv.sum(1, dtype=dtype), target_N, *sums
 
 
 def gradient_in_place(
