@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Held:
-    """Bytes now, and the most there were since `restart`."""
+    """Bytes now, and the most there were."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -22,10 +22,6 @@ class Held:
         """Take note of ``size`` bytes more, or less where it is negative."""
         self.now += size
         self.most = max(self.most, self.now)
-
-    def restart(self) -> None:
-        """Forget what there was."""
-        self.most = self.now
 
 
 # Of the process, not of a thread: on CUDA autograd gathers and sums in threads of its own.

@@ -202,7 +202,9 @@ def test_fused_attention_on_a_gpu_keeps_no_scores_but_for_a_mask() -> None:
         run = parse(f"{words} {text}".split()).config
         heads = attention_bytes.Heads(4, 4, 16, 16)
         given = [attention_bytes.Piece("mixed", 2 * 64 * 3 * 64 * 2, 2)] * 3
-        pieces = {piece.name: piece for piece in attention_bytes.saved(run, 0, 2, heads, given)}
+        own = attention_bytes.Texts(64, 64, causal=True)
+        saved = attention_bytes.saved(run, 0, 2, heads, given, own)
+        pieces = {piece.name: piece for piece in saved}
         return sum(piece.size for piece in pieces.values())
 
     plain = 2 * 64 * 3 * 64 * 2 + 2 * 64 * 4 * 4  # queries, keys, values; a sum for each head

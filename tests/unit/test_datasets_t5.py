@@ -17,12 +17,12 @@ from megatron.core.datasets.gpt import Sample
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.plan import describe, positions
 from megatron.core.datasets.source import DocumentSource, FileSource
-from megatron.core.datasets.span_corruption import restored
 from megatron.core.datasets.t5 import T5Dataset
 from megatron.core.datasets.token_info import TokenInfo
 from megatron.core.datasets.trace import trace
 from megatron.core.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.core.utils import UserError
+from tests.restored import restored
 from megatron.training.arguments import parse
 from megatron.training.batches import Batches
 from tests.unit import tokenizer_files as files

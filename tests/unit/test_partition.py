@@ -54,11 +54,12 @@ def test_neighbours_together_hold_a_share_of_the_coarser_cut() -> None:
 
 def test_labels_are_shifted_before_the_cut() -> None:
     text = torch.arange(100, 109)[None]
-    tokens, labels = partition.cut_text(text, 0, 2)
+    batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+    tokens, labels = partition.cut_microbatch(batch, 0, 2).values()
     assert tokens.tolist() == [[100, 101, 106, 107]]
     # 102 stands on the other rank, 108 after the last token.
     assert labels.tolist() == [[101, 102, 107, 108]]
-    tokens, labels = partition.cut_text(text, 1, 2)
+    tokens, labels = partition.cut_microbatch(batch, 1, 2).values()
     assert tokens.tolist() == [[102, 103, 104, 105]]
     assert labels.tolist() == [[103, 104, 105, 106]]
 

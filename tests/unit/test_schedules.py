@@ -1,13 +1,15 @@
 """Schedules against the papers' closed forms, their orders against worked examples; no deadlock."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from megatron.core.pipeline_parallel.actions import Action, Pair
-from megatron.core.pipeline_parallel.order import Post, check, pair_orders, programs
+from megatron.core.pipeline_parallel.messages import Message
+from megatron.core.pipeline_parallel.order import Post, Program, check, programs
 from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import (
     SCHEDULES,
@@ -178,6 +180,16 @@ def test_forward_only_in_a_v_never_waits() -> None:
         timeline = simulate(make_schedule("zb-v", p, m, 2).evaluation)
         # The last microbatch enters after m-1 pairs of steps, and goes through all 2p stages.
         assert timeline.makespan == pytest.approx((m - 1) + p)
+
+
+def pair_orders(ranks: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
+    """Return, for each rank and each of its peers, the messages between them as the rank posts."""
+    orders: dict[tuple[int, int], list[Message]] = {}
+    for rank, program in enumerate(ranks):
+        for instruction in program:
+            if isinstance(instruction, Post):
+                orders.setdefault((rank, instruction.peer), []).append(instruction.message)
+    return orders
 
 
 @pytest.mark.parametrize(("name", "chunks"), NAMED)

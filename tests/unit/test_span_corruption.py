@@ -14,8 +14,8 @@ from megatron.core.datasets.span_corruption import (
     corrupted,
     ngram_spans,
     random_spans,
-    restored,
 )
+from tests.restored import restored
 
 SENTINELS = tuple(range(1000, 1600))
 T5 = NoiseShape(density=0.15, mean_span_length=3.0)

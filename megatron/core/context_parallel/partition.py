@@ -69,11 +69,6 @@ def zigzag(x: Tensor, size: int) -> Tensor:
     return torch.stack((chunks[:size], chunks[size:].flip(0)), 1).flatten(0, 2)
 
 
-def cut_text(text: Tensor, coordinate: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return tokens_Bs and labels_Bs of a coordinate, from texts of S + 1 tokens ``[B, S + 1]``."""
-    return cut(text[:, :-1], 1, coordinate, size), cut(text[:, 1:], 1, coordinate, size)
-
-
 def cut_microbatch(batch: Mapping[str, Tensor], coordinate: int, size: int) -> dict[str, Tensor]:
     """Return a coordinate's share of a microbatch of [B, S] tensors.
 

@@ -5,7 +5,7 @@
     target    <s0> for inviting <s1> last
 
 Sentinels are used in order, one for each span. Putting the spans of the target where the encoder
-has their sentinels gives the text back, exactly (`restored`). Two ways say which spans:
+has their sentinels gives the text back, exactly. Two ways say which spans:
 
 ``ngrams``, Megatron-LM's: words in random order, from each of which a span of a geometric number of
 words (p = 0.2, at most ``max_ngram``; SpanBERT, Joshi et al. 2020, section 3.1) is taken if it fits
@@ -176,11 +176,3 @@ def _counted(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return 0, 1, ... for each length, one after the other."""
     before = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - before.repeat(lengths)
-
-
-def restored(encoder: Tokens, target: Tokens, sentinels: Sequence[int]) -> Tokens:
-    """Return the text that `corrupted` made two rows of; sentinels stand in no text."""
-    marks = np.flatnonzero(np.isin(target, sentinels))
-    spans = dict(zip(target[marks].tolist(), np.split(target, marks)[1:], strict=True))
-    parts = [spans[i][1:] if i in spans else [i] for i in encoder.tolist()]
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])

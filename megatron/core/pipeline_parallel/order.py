@@ -146,16 +146,6 @@ def _boundary(timeline: Timeline, rank: int, point: int) -> float:
     return timeline.spans[rank][point - 1].end if point else 0.0
 
 
-def pair_orders(ranks: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
-    """Return, for each rank and each of its peers, the messages between them as the rank posts."""
-    orders: dict[tuple[int, int], list[Message]] = {}
-    for rank, program in enumerate(ranks):
-        for instruction in program:
-            if isinstance(instruction, Post):
-                orders.setdefault((rank, instruction.peer), []).append(instruction.message)
-    return orders
-
-
 def check(schedule: Schedule, ranks: Sequence[Program], *, blocking: bool = False) -> None:
     """Play programs through: transfers are unbuffered, and a rank's run one after the other.
 

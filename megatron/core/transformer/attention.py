@@ -40,13 +40,8 @@ from megatron.core.utils import divide
 
 
 class Attention(nn.Module):
-    """Queries of this rank's heads against keys and values, whatever these are made from.
+    """Queries of this rank's heads against keys and values, whatever these are made from."""
 
-    ``scale`` multiplies the products of queries and keys.
-    """
-
-    causal: ClassVar[bool] = True
-    """A query sees no key after it."""
     place: ClassVar[str] = "attention"
     """Tells its dropout apart from that of its layer's others."""
 
@@ -59,7 +54,7 @@ class Attention(nn.Module):
         backends: Backends,
         saving: Saving,
         *,
-        scale: float,
+        rule: Rule,
         context_kind: str,
     ) -> None:
         super().__init__()
@@ -69,12 +64,7 @@ class Attention(nn.Module):
         self.dropout = attention.attention_dropout
         axes = ContextAxes(mesh.cp, mesh.cp_inner, mesh.cp_outer)
         self.attend = context_attention(context_kind, axes, backends.attention)
-        self.rule = Rule(
-            scale=scale,
-            causal=self.causal and not config.bert.encoder_alone,
-            window=attention.layer_window(layer),
-            softcap=attention.attention_softcap,
-        )
+        self.rule = rule
         self._make_softmax(config, mesh, dtype)
         self.run_mix: Runner = saving.runner(self, recomputed="core_attn", offloaded="core_attn")
 
@@ -139,7 +129,7 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Multi-head or grouped-query attention of one layer; a token sees those before it."""
+    """Multi-head or grouped-query attention of one layer."""
 
     def __init__(
         self,
@@ -161,7 +151,7 @@ class SelfAttention(Attention):
             dtype,
             backends,
             saving,
-            scale=softmax_scale(config),
+            rule=attention_rule(config, layer, softmax_scale(config)),
             context_kind=context_kind,
         )
         self.head_size = attention.kv_channels
@@ -236,12 +226,6 @@ class SelfAttention(Attention):
         return self.q_layernorm(q_SBnD), self.k_layernorm(k_SBgD), v_SBgD
 
 
-class BidirectionalAttention(SelfAttention):
-    """Attention of an encoder's layer: a token sees those before and after it."""
-
-    causal = False
-
-
 class _L2Norm(nn.Module):
     """Divide the last dim by its root mean square."""
 
@@ -251,6 +235,16 @@ class _L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, None, self.epsilon)
+
+
+def attention_rule(config: TransformerConfig, layer: int, scale: float) -> Rule:
+    """Return what a layer's self-attention decides once; scores are scaled by ``scale``."""
+    return Rule(
+        scale=scale,
+        causal=config.layer_is_causal(layer),
+        window=config.attention.layer_window(layer),
+        softcap=config.attention.attention_softcap,
+    )
 
 
 def softmax_scale(config: TransformerConfig) -> float:

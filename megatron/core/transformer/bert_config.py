@@ -32,11 +32,6 @@ class BertConfig(Config):
         return TOKEN_TYPES if self.sentence_order_head else 0
 
     @property
-    def visible_share(self) -> float:
-        """Return the share of all pairs of a query and a key that see each other."""
-        return 1.0 if self.encoder_alone else 0.5
-
-    @property
     def loss_weights(self) -> dict[str, float]:
         """Return the weight of the loss besides that of masked words, by the name of logs."""
         return {ORDER_LOSS: 1.0} if self.sentence_order_head else {}

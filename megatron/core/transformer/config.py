@@ -366,6 +366,15 @@ class TransformerConfig(Config):
         """Return whether this is an encoder with a decoder."""
         return self.stacks.decoder_num_layers is not None
 
+    def layer_is_causal(self, layer: int) -> bool:
+        """Return whether a layer's tokens see those before them only: not those of an encoder."""
+        is_encoders = self.has_two_stacks and layer < self.num_layers
+        return not (is_encoders or self.bert.encoder_alone)
+
+    def visible_share(self, layer: int) -> float:
+        """Return the share of all pairs of a query and a key that see each other in a layer."""
+        return 0.5 if self.layer_is_causal(layer) else 1.0
+
     def _check_stacks(self) -> None:
         """Refuse what an encoder-decoder has not."""
         if not self.has_two_stacks:

@@ -17,7 +17,7 @@ from megatron.core.kernels.attention import Extras
 from megatron.core.mesh import Mesh
 from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import Attention, softmax_scale
+from megatron.core.transformer.attention import Attention, attention_rule, softmax_scale
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, Encoded
@@ -29,7 +29,6 @@ from megatron.core.utils import divide
 class CrossAttention(Attention):
     """What each of a decoder's tokens makes of all of an encoder's, padding left out."""
 
-    causal = False
     place = "cross_attention"
 
     def __init__(
@@ -51,7 +50,7 @@ class CrossAttention(Attention):
             dtype,
             backends,
             saving,
-            scale=softmax_scale(config),
+            rule=replace(attention_rule(config, layer, softmax_scale(config)), causal=False),
             context_kind=context_kind,
         )
         attention, hidden = config.attention, config.hidden_size

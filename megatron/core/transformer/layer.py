@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.kernels.dtypes import accumulate_dtype
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.attention import BidirectionalAttention, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
@@ -53,7 +53,6 @@ class Surroundings:
 
 ATTENTIONS: dict[BlockKind, Callable[..., nn.Module]] = {
     "self_attention": SelfAttention,
-    "bidirectional_attention": BidirectionalAttention,
     "multi_latent_attention": MultiLatentAttention,
     "cross_attention": CrossAttention,
 }

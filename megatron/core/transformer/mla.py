@@ -38,7 +38,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     WholeLinear,
 )
-from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.attention import Attention, attention_rule
 from megatron.core.transformer.backends import Backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
@@ -63,9 +63,9 @@ class MultiLatentAttention(Attention):
         sequence_parallel: bool = False,
         context_kind: str = "p2p",
     ) -> None:
-        scale = attention_scale(config.mla)
+        rule = attention_rule(config, layer, attention_scale(config.mla))
         super().__init__(
-            config, layer, mesh, dtype, backends, saving, scale=scale, context_kind=context_kind
+            config, layer, mesh, dtype, backends, saving, rule=rule, context_kind=context_kind
         )
         self.sizes = config.mla
         self.sequence_parallel = sequence_parallel

@@ -12,13 +12,12 @@ from megatron.core.transformer.config import TransformerConfig
 
 BlockKind = Literal[
     "self_attention",
-    "bidirectional_attention",
     "multi_latent_attention",
     "cross_attention",
     "mlp",
     "moe",
 ]
-"""Self-attention looks back, or both ways; cross-attention looks at what an encoder gave."""
+"""Cross-attention looks at what an encoder gave."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,14 @@ class LayerPlan:
 
     number: int
     """Position in the whole model, from 0."""
+    name: str
+    """Position in its stack, by which its parameters are named."""
     sublayers: tuple[SublayerPlan, ...]
-    place: int = -1
-    """Position in its stack, by which its parameters are named; that in the model if negative."""
-
-    @property
-    def name(self) -> str:
-        """Return its name in its stack."""
-        return str(self.number if self.place < 0 else self.place)
 
 
 _BEFORE = "input_layernorm", "self_attention"
 _MLP = SublayerPlan("mlp", "pre_mlp_layernorm", "mlp")
-ENCODER_LAYER = (SublayerPlan("bidirectional_attention", *_BEFORE), _MLP)
+ENCODER_LAYER = (SublayerPlan("self_attention", *_BEFORE), _MLP)
 DECODER_LAYER = (
     SublayerPlan("self_attention", *_BEFORE),
     SublayerPlan("cross_attention", "pre_cross_attn_layernorm", "cross_attention"),
@@ -68,20 +62,22 @@ def layer_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
     dense = (attention, _MLP)
     experts = (attention, SublayerPlan("moe", "pre_mlp_layernorm", "mlp"))
     return tuple(
-        LayerPlan(number, experts if config.moe.layer_has_experts(number) else dense)
+        LayerPlan(number, str(number), experts if config.moe.layer_has_experts(number) else dense)
         for number in range(config.num_layers)
     )
 
 
 def encoder_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
     """Return the layers of an encoder, whose tokens see one another both ways."""
-    return tuple(LayerPlan(number, ENCODER_LAYER) for number in range(config.num_layers))
+    return tuple(
+        LayerPlan(number, str(number), ENCODER_LAYER) for number in range(config.num_layers)
+    )
 
 
 def decoder_plan(config: TransformerConfig) -> tuple[LayerPlan, ...]:
     """Return the layers of a decoder with an encoder, which come after that's."""
     return tuple(
-        LayerPlan(number, DECODER_LAYER, number - config.num_layers)
+        LayerPlan(number, str(number - config.num_layers), DECODER_LAYER)
         for number in range(config.num_layers, config.all_layers)
     )
 
@@ -91,7 +87,7 @@ def mtp_layer_plan(config: TransformerConfig, depth: int) -> LayerPlan:
 
     It has the sub-layers of the decoder's last one, and what goes by number from that of its own.
     """
-    return LayerPlan(depth, layer_plan(config)[-1].sublayers)
+    return LayerPlan(depth, str(depth), layer_plan(config)[-1].sublayers)
 
 
 def routers_of(config: TransformerConfig) -> tuple[int, ...]:

@@ -386,7 +386,7 @@ def layer_multiply_adds(
     The parts have the names of --recompute-modules; ``rest`` is of none. Of experts those count
     that a token visits; ``shared_experts`` is a part of ``moe``.
     """
-    parts = _attention_multiply_adds(model, seq_length)
+    parts = _attention_multiply_adds(model, seq_length, model.visible_share(plan.number))
     matrices = 3 if model.mlp.is_gated else 2
     if all(sublayer.kind != "moe" for sublayer in plan.sublayers):
         return {**parts, "mlp": model.hidden_size * model.mlp.ffn_hidden_size * matrices}
@@ -406,14 +406,16 @@ def _expert_multiply_adds(model: TransformerConfig) -> tuple[int, int]:
     return hidden * moe.num_experts + projections + visited, shared
 
 
-def _attention_multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
+def _attention_multiply_adds(
+    model: TransformerConfig, seq_length: int, visible_share: float
+) -> dict[str, float]:
     attention, hidden = model.attention, model.hidden_size
     if model.mla.multi_latent_attention:
-        return accounting_mla.multiply_adds(model, seq_length)
+        return accounting_mla.multiply_adds(model, seq_length, visible_share)
     width = attention.num_attention_heads * attention.kv_channels
     key_value = 2 * attention.num_query_groups * attention.kv_channels
     projections = hidden * (width + key_value) + width * hidden
-    return {"rest": projections, "core_attn": 2 * width * seq_length * model.bert.visible_share}
+    return {"rest": projections, "core_attn": 2 * width * seq_length * visible_share}
 
 
 def prediction_multiply_adds(model: TransformerConfig) -> int:

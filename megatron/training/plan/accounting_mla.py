@@ -44,7 +44,9 @@ def latents(model: TransformerConfig) -> dict[str, int]:
     return {**queries, "kv_layernorm": sizes.kv_lora_rank}
 
 
-def multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]:
+def multiply_adds(
+    model: TransformerConfig, seq_length: int, visible_share: float
+) -> dict[str, float]:
     """Return the multiply-adds of one layer's attention for a token, by part.
 
     By Megatron-LM's formula, which counts the latents' gains as well as the matrices. The parts
@@ -55,11 +57,9 @@ def multiply_adds(model: TransformerConfig, seq_length: int) -> dict[str, float]
     down = sum(math.prod(matrix.shape) for matrix in matrices if matrix.is_whole)
     up = sum(math.prod(matrix.shape) for matrix in matrices if not matrix.is_whole)
     output = heads * sizes.v_head_dim * model.hidden_size
+    pairs = heads * (sizes.query_size + sizes.v_head_dim) * seq_length
     return {
         "rest": down + sum(latents(model).values()) + output,
         "mla_up_proj": up,
-        "core_attn": heads
-        * (sizes.query_size + sizes.v_head_dim)
-        * seq_length
-        * model.bert.visible_share,
+        "core_attn": pairs * visible_share,
     }

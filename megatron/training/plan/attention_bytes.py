@@ -95,6 +95,8 @@ class Texts(NamedTuple):
     queries: int
     keys: int
     causal: bool
+    padded: bool = False
+    """Keys of each sample that are padding are hidden."""
     biased: bool = False
     """Learned biases are added; the model keeps them for all layers."""
 
@@ -105,7 +107,7 @@ def saved(
     samples: int,
     heads: Heads,
     given: Sequence[Piece],
-    texts: Texts | None = None,
+    texts: Texts,
 ) -> Iterator[Piece]:
     """Yield what the op keeps, without its output where that is the next projection's input.
 
@@ -115,7 +117,7 @@ def saved(
         samples: of the microbatch.
         heads: that go in.
         given: what queries, keys and values lie in.
-        texts: of an encoder-decoder's layer; the one text when absent.
+        texts: what its queries and keys are made of.
     """
     size, main = BYTES[config.precision.params_dtype], BYTES[config.precision.accumulation_dtype]
     call, is_exchanged = _call(config, layer, samples, heads, texts)
@@ -171,7 +173,7 @@ def _score_tiles(call: Call, main: int) -> Iterator[Piece]:
 
 
 def _call(
-    config: RunConfig, layer: int, samples: int, heads: Heads, texts: Texts | None
+    config: RunConfig, layer: int, samples: int, heads: Heads, texts: Texts
 ) -> tuple[Call, bool]:
     """Return the attention of a layer, and whether an all-to-all brings its heads together."""
     model, cp = config.model, config.parallel.context_parallel_size
@@ -179,22 +181,20 @@ def _call(
     alibi = model.position.position_embedding_type == "alibi"
     # An encoder alone has padding as a document of its own.
     packed = config.data.reset_attention_mask or model.bert.encoder_alone
-    length = config.data.seq_length
-    whole = texts or Texts(length, length, causal=not model.bert.encoder_alone)
     call = Call(
         kernel=_kernel(config, window is not None and not (alibi or packed)),
         samples=samples,
-        rows=whole.queries,
-        sequence=whole.keys,
+        rows=texts.queries,
+        sequence=texts.keys,
         heads=heads,
-        causal=whole.causal,
+        causal=texts.causal,
         left=window[0] if window else -1,
         right=window[1] if window else -1,
         softcap=attention.attention_softcap is not None,
         dropout=attention.attention_dropout > 0,
         packed=packed,
-        padded=texts is not None,
-        biased=alibi or whole.biased,
+        padded=texts.padded,
+        biased=alibi or texts.biased,
     )
     if cp == 1:
         return call, False

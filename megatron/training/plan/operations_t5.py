@@ -9,7 +9,7 @@ channels of all heads, the multiply-adds of a layer's forward are:
     MLP                         S or T times its matrices
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces
 from megatron.training.config import RunConfig
@@ -59,18 +59,14 @@ def layer_multiply_adds(config: RunConfig, plan: LayerPlan) -> dict[str, float]:
     hidden = model.hidden_size
     width = model.attention.num_attention_heads * model.attention.kv_channels
     matrices = 3 if model.mlp.is_gated else 2
-    parts: Counter[str] = Counter()
+    tokens, parts = stacks.length(config, plan.number), defaultdict[str, float](float)
     for sublayer in plan.sublayers:
-        if sublayer.kind == "bidirectional_attention":
-            parts["rest"] += 4 * sources * hidden * width
-            parts["core_attn"] += 2 * sources * sources * width
-        elif sublayer.kind == "self_attention":
-            parts["rest"] += 4 * targets * hidden * width
-            parts["core_attn"] += targets * targets * width
+        if sublayer.kind == "self_attention":
+            parts["rest"] += 4 * tokens * hidden * width
+            parts["core_attn"] += 2 * tokens * tokens * width * model.visible_share(plan.number)
         elif sublayer.kind == "cross_attention":
             parts["rest"] += 2 * (sources + targets) * hidden * width
             parts["core_attn"] += 2 * sources * targets * width
         else:
-            tokens = stacks.length(config, plan.number)
             parts["mlp"] += tokens * hidden * model.mlp.ffn_hidden_size * matrices
     return dict(parts)

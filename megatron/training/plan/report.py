@@ -273,7 +273,8 @@ def _groups(config: RunConfig, vocabulary: PlannedVocabulary) -> Sequence[str]:
 def _operations(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
     per_sample = operations.flops_per_sample(config, vocabulary.padded_rows)
     per_iteration = per_sample * config.batch_sizes.final
-    is_causal = not config.model.bert.encoder_alone
+    model = config.model
+    is_causal = any(model.layer_is_causal(layer) for layer in range(model.all_layers))
     counted = " (causal attention counted as half of the square)" if is_causal else ""
     yield (
         f"{per_iteration:.4e} FLOPs per iteration, {per_iteration / config.process.world_size:.4e}"

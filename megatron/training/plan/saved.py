@@ -33,7 +33,6 @@ def regions(share: Share, sublayer: SublayerPlan, layer: int) -> list[Region]:
         "mlp": saved_channels.mlp,
         "moe": saved_channels.experts,
         "self_attention": _attention,
-        "bidirectional_attention": _attention,
         "cross_attention": _cross_attention,
         "multi_latent_attention": _latents,
     }
@@ -67,16 +66,20 @@ def _attention(share: Share, layer: int) -> list[Region]:
     if own:
         found.append(Region("heads", tuple(own), offloaded="qkv_linear", joins=True))
     heads_ = Heads(n, g, attention.kv_channels, attention.kv_channels)
-    return [*found, *_mixing(share, layer, heads_, given, head * n, _texts(share, layer))]
+    return [*found, *_mixing(share, layer, heads_, given, head * n, _own_text(share, layer))]
 
 
-def _texts(share: Share, layer: int) -> Texts | None:
-    """Return what self-attention sees in a stack of two."""
+def _own_text(share: Share, layer: int) -> Texts:
+    """Return what self-attention sees."""
     model, length = share.config.model, share.positions
-    if not model.has_two_stacks:
-        return None
-    biased = model.position.position_embedding_type == "relative"
-    return Texts(length, length, stacks.is_decoders(model, layer), biased)
+    is_causal = model.layer_is_causal(layer)
+    return Texts(
+        length,
+        length,
+        causal=is_causal,
+        padded=model.has_two_stacks,
+        biased=model.position.position_embedding_type == "relative",
+    )
 
 
 def _cross_attention(share: Share, layer: int) -> list[Region]:
@@ -87,7 +90,8 @@ def _cross_attention(share: Share, layer: int) -> list[Region]:
     heads = Heads(n, n, attention.kv_channels, attention.kv_channels)
     q, kv = (x.tokens * n * attention.kv_channels * size for x in (share, sources))
     queries, pairs = Piece("queries", q, size), Piece("keys and values", 2 * kv, size)
-    given, texts = [queries, pairs, pairs], Texts(share.positions, sources.positions, causal=False)
+    given = [queries, pairs, pairs]
+    texts = Texts(share.positions, sources.positions, causal=False, padded=True)
     late = share.stream + q + 2 * kv
     return [
         Region("in", (share.normed,), late),
@@ -124,12 +128,9 @@ def _mixing(
     heads: Heads,
     given: list[Piece],
     output: int,
-    texts: Texts | None = None,
+    texts: Texts,
 ) -> list[Region]:
-    """Return attention itself, and the projection of its output.
-
-    ``texts`` are those of an encoder-decoder's layer.
-    """
+    """Return attention itself, and the projection of its output."""
     core = attention_bytes.saved(share.config, layer, share.samples, heads, given, texts)
     name, inputs = "core_attn", tuple(dict.fromkeys(given))
     out = Piece("output", output, share.size)
@@ -173,7 +174,7 @@ def _latents(share: Share, layer: int) -> list[Region]:
             recomputed="mla_up_proj",
             offloaded="qkv_linear",
         ),
-        *_mixing(share, layer, heads, given, token * n * heads.values),
+        *_mixing(share, layer, heads, given, token * n * heads.values, _own_text(share, layer)),
     ]
 
 
