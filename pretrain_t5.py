@@ -75,7 +75,6 @@ def forward_step(
         batch["decoder_tokens"],
         batch["labels"],
         encoder_valid_BS=batch["encoder_valid"],
-        decoder_valid_BT=batch["decoder_valid"],
         x_XBH=x_XBH,
         dropout=dropout,
     )

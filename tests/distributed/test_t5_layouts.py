@@ -6,19 +6,26 @@ unequal padding.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.comm import Handle
+from megatron.core.context_parallel import partition
 from megatron.core.mesh import Axis
+from megatron.core.models.t5 import T5Model
+from megatron.core.rng import DropoutKey
 from megatron.training.arguments import read_settings
+from megatron.training.batches import Batch
 from megatron.training.config import RunConfig
 from megatron.training.verification import equality
 from megatron.training.verification.layout_words import parse_layout
 from megatron.training.verification.outcomes import Outcome, Share, compare, join
 from megatron.training.verification.small_run import SmallRun
+from pretrain_t5 import forward_step
 from tests.distributed.test_layouts import with_dropout
 from tests.harness import Pool
 from tests.outcome_cache import OutcomeCache
@@ -125,6 +132,33 @@ def test_dropout_is_that_of_the_serial_run(runs: Runs, text: str) -> None:
     outcome, expected = equality.run(runs.pool, case(config)), runs.serial(reference)
     assert compare(outcome, expected).largest <= 1e-10
     assert compare(expected, runs.serial(runs.on("learned", text)[1])).loss > 1e-4
+
+
+def with_the_mask(rank: int, one: equality.Case) -> Share:
+    """Train with the decoder's padding hidden from its own attention by a mask as well."""
+
+    def step(model: T5Model, batch: Batch, x: Tensor | None, key: DropoutKey | None) -> Any:
+        cp, counts_TB = model.mesh.cp, batch["loss_mask"].t().contiguous()
+        valid_BT = partition.unzigzag(comm.all_gather(counts_TB, cp), cp.size).t() > 0
+        real = model.decoder.forward
+        model.decoder.forward = lambda x_TBH, context: real(
+            x_TBH, replace(context, valid_BT=valid_BT)
+        )
+        try:
+            return forward_step(model, batch, x, key)
+        finally:
+            model.decoder.forward = real
+
+    program = replace(one.program, forward_step=step)
+    return equality.train_on_rank(rank, replace(one, program=program))
+
+
+@pytest.mark.parametrize("text", ["dp1", "tp2", "cp2"])
+def test_padding_at_the_decoders_end_needs_no_mask(runs: Runs, text: str) -> None:
+    """A token that counts sees none after it, and what padding sees counts for nothing."""
+    config, reference = runs.on("relative", text)
+    shares = runs.pool.run(config.process.world_size, with_the_mask, case(config))
+    assert compare(join(shares), runs.serial(reference)).largest <= 1e-10
 
 
 def without_sums(rank: int, one: equality.Case, along: str) -> Share:

@@ -61,7 +61,6 @@ def test_each_token_is_the_models_most_probable(positions: str) -> None:
                     torch.tensor([prompt]),
                     torch.tensor([said]),
                     encoder_valid_BS=torch.ones(1, len(prompt), dtype=torch.bool),
-                    decoder_valid_BT=torch.ones(1, len(said), dtype=torch.bool),
                 )[0, -1]
             assert token == int(logits.argmax())
             assert log_probability == pytest.approx(float(logits.log_softmax(0)[token]), abs=1e-10)

@@ -6,6 +6,7 @@ The case under ``tests/data/mcore_t5_model`` was made with Megatron-core 0.19.2 
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.sharding import Init
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.relative import RelativePositions, bucket
 from megatron.training.health import Health
@@ -36,7 +38,6 @@ NAMES = {
     "text_dec": "decoder_tokens",
     "labels": "labels",
     "enc_mask": "encoder_valid",
-    "dec_mask": "decoder_valid",
     "loss_mask": "loss_mask",
 }
 CASE = json.loads((DATA / "case.json").read_text())
@@ -68,9 +69,9 @@ def copy_weights(model: T5Model, weights: dict[str, Tensor]) -> None:
 
 
 def microbatch(iteration: int, number: int) -> dict[str, Tensor]:
-    batch = {NAMES[key]: value[iteration, number] for key, value in stored("batches").items()}
-    for name in ("encoder_valid", "decoder_valid"):
-        batch[name] = batch[name] > 0
+    batches = {key: value[iteration, number] for key, value in stored("batches").items()}
+    batch = {ours: batches[theirs] for theirs, ours in NAMES.items()}
+    batch["encoder_valid"] = batch["encoder_valid"] > 0
     return batch
 
 
@@ -81,12 +82,35 @@ def test_logits_of_megatron_core() -> None:
             batch["encoder_tokens"],
             batch["decoder_tokens"],
             encoder_valid_BS=batch["encoder_valid"],
-            decoder_valid_BT=batch["decoder_valid"],
         )
     # Its queries at padding see all keys alike, ours what is no padding; neither counts.
-    counts = batch["decoder_valid"]
+    counts = batch["loss_mask"] > 0
     expected = stored("logits")["logits"]
     torch.testing.assert_close(logits[counts], expected[counts], rtol=1e-5, atol=1e-5)
+
+
+def test_attention_is_given_a_mask_only_where_padding_could_be_seen() -> None:
+    """A decoder's own attention is causal and has none, so that fused causal kernels can run."""
+    model, batch, told = load_case(), microbatch(0, 0), dict[str, tuple[bool, bool]]()
+    assert not batch["loss_mask"].all()
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+
+            def attend(*given: Any, name: str = name, real: Any = module.attend) -> Tensor:
+                rule, extras = given[3:]
+                told[name.split(".layers.")[0] + "." + name.rsplit(".", 1)[1]] = (
+                    rule.causal,
+                    extras.valid_BT is not None,
+                )
+                return real(*given)  # type: ignore[no-any-return]
+
+            module.attend = attend
+    forward_step(model, batch, None, None)
+    assert told == {
+        "encoder.self_attention": (False, True),
+        "decoder.self_attention": (True, False),
+        "decoder.cross_attention": (False, True),
+    }
 
 
 def test_first_gradients_of_megatron_core() -> None:
@@ -243,10 +267,12 @@ def test_logits_and_loss_of_the_transformers_package(kind: str) -> None:
             decoder_attention_mask=decoder_valid.long(),
             labels=labels,
         )
-        masks = {"encoder_valid_BS": encoder_valid, "decoder_valid_BT": decoder_valid}
+        masks = {"encoder_valid_BS": encoder_valid}
         logits = model(encoder_tokens, decoder_tokens, **masks)
         losses = model(encoder_tokens, decoder_tokens, labels.clamp(min=0), **masks)
-    torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
+    # A query at padding sees padding here; what it says counts for nothing.
+    said, theirs_said = logits[decoder_valid], expected.logits[decoder_valid]
+    torch.testing.assert_close(said, theirs_said, rtol=1e-5, atol=1e-5)
     loss = losses[decoder_valid].mean()
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
 
@@ -309,7 +335,6 @@ def test_padding_changes_nothing(positions: str) -> None:
             "decoder_tokens": padded(said.where(writes, filling), filling),
             "labels": padded(said.roll(1, 1).where(writes, filling), filling),
             "encoder_valid": padded(reads, 0),
-            "decoder_valid": padded(writes, 0),
             "loss_mask": padded(writes.double(), 0),
         }
         losses = changed(model, batch)

@@ -25,7 +25,7 @@ from megatron.core.tokenizers.config import TokenizerConfig
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "mcore_t5"
 EXPECT: dict[str, Any] = json.loads((DATA / "expect.json").read_text())
-NAMES = ("encoder_tokens", "encoder_valid", "decoder_tokens", "decoder_valid")
+NAMES = ("encoder_tokens", "encoder_valid", "decoder_tokens", "loss_mask")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 

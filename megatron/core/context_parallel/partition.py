@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.utils import divide
 
-SAMPLE_WIDE = ("cu_seqlens", "sentence_order", "encoder_valid", "decoder_valid")
+SAMPLE_WIDE = ("cu_seqlens", "sentence_order", "encoder_valid")
 """Entries of a microbatch that describe whole samples: every rank keeps them as they are."""
 
 

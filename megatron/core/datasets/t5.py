@@ -3,14 +3,13 @@
     encoder_tokens  [S] int64    text with sentinels, padded
     encoder_valid   [S] bool     True at tokens, False at padding
     decoder_tokens  [T] int64    begin, then the target, padded: what the decoder reads
-    decoder_valid   [T] bool     True at tokens, False at padding
     labels          [T] int64    the target, then eos; 0 at padding
     loss_mask       [T] float32  1 where there is a label, 0 at padding
 
-S is ``--encoder-seq-length``, T is ``--decoder-seq-length``. Attention may look at valid positions
-only: self-attention of the encoder and cross-attention at ``encoder_valid``, the decoder's own at
-earlier positions that are in ``decoder_valid``. Validity goes by place, so a token of the text may
-have the padding's id.
+S is ``--encoder-seq-length``, T is ``--decoder-seq-length``. Self-attention of the encoder and
+cross-attention may look at ``encoder_valid`` only; the decoder's own looks back, and its padding
+stands at the end, so that no token sees it. Validity goes by place, so a token of the text may have
+the padding's id.
 
 The decoder begins with the tokenizer's bos or, as in T5, whose vocabulary has none, with padding.
 With random spans the encoder's tokens end with eos, as T5's do; with n-grams they do not, as
@@ -156,14 +155,13 @@ def make_t5_sample(text: Tokens, spans: Spans, options: T5Options) -> Sample:
     decoder = np.insert(target, 0, options.begin)
     length = options.decoder_seq_length
     encoder_tokens, encoder_valid = _padded(encoder, options.encoder_seq_length, options.pad)
-    decoder_tokens, decoder_valid = _padded(decoder, length, options.pad)
+    decoder_tokens, counts = _padded(decoder, length, options.pad)
     return {
         "encoder_tokens": encoder_tokens,
         "encoder_valid": encoder_valid,
         "decoder_tokens": decoder_tokens,
-        "decoder_valid": decoder_valid,
         "labels": _padded(labels, length, 0)[0],
-        "loss_mask": decoder_valid.astype(np.float32),
+        "loss_mask": counts.astype(np.float32),
     }
 
 

@@ -120,7 +120,6 @@ class _Reader:
             self._tokens_BS,
             self._said,
             encoder_valid_BS=self._valid_BS,
-            decoder_valid_BT=torch.ones_like(self._said, dtype=torch.bool),
         )
         return logits_BTV[:, -1].cpu()  # type: ignore[no-any-return]
 

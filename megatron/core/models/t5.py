@@ -7,7 +7,7 @@
     e = norm(e)
     d = embed(decoder tokens)            the same matrix
     for each layer of the decoder:
-        d = d + attention(norm(d))       to earlier tokens
+        d = d + attention(norm(d))       to earlier tokens: padding, at the end, needs no mask
         d = d + cross_attention(norm(d), e)
         d = d + mlp(norm(d))
     loss or logits = head(norm(d))       the head's matrix is the embedding's, unless untied
@@ -23,6 +23,7 @@ X = S + T; in hidden states S and T are this rank's, sequence parallelism counte
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -99,7 +100,6 @@ class T5Model(LanguageModel):
         labels_BT: Tensor | None = None,
         *,
         encoder_valid_BS: Tensor,
-        decoder_valid_BT: Tensor,
         x_XBH: Tensor | None = None,
         dropout: DropoutKey | None = None,
     ) -> Tensor:
@@ -109,11 +109,11 @@ class T5Model(LanguageModel):
 
         Args:
             encoder_tokens_BS: token ids, int64; only the first stage looks at them.
-            decoder_tokens_BT: the same of the decoder.
+            decoder_tokens_BT: the same of the decoder. Its padding stands at the end: attention is
+                causal, so that no token sees it, and which losses count is the caller's matter.
             labels_BT: what each of the decoder's tokens is to say, int64; for the last stage.
             encoder_valid_BS: which of the encoder's positions are no padding, bool, of whole
                 samples on every context-parallel rank. No attention looks at the others.
-            decoder_valid_BT: the same of the decoder.
             x_XBH: what the stage before returned, of `residual_dtype`; on the first stage None.
             dropout: key of the dropout masks; absent switches dropout off.
         """
@@ -124,16 +124,19 @@ class T5Model(LanguageModel):
             x_TBH = self.embedding(decoder_tokens_BT, None, dropout, "decoder_embedding")
         else:
             assert x_XBH is not None, "a later stage takes hidden states"
-            lengths = encoder_valid_BS.shape[1], decoder_valid_BT.shape[1]
-            x_SBH, x_TBH = x_XBH.split([self._local(length) for length in lengths])
+            here = divide(encoder_valid_BS.shape[1], self._shares)
+            x_SBH, x_TBH = x_XBH.tensor_split([here])
         if self.encoder is not None:
-            context = self._context(encoder_valid_BS, self.encoder_relative_pos_emb, dropout)
+            context = replace(
+                self._context(x_SBH, self.encoder_relative_pos_emb, dropout),
+                valid_BT=encoder_valid_BS,
+            )
             with self.saving.forward(context.rotary or ()):
                 x_SBH = self.encoder(x_SBH, context).to(self.residual_dtype)
         if self.decoder is not None:
-            encoded = Encoded(x_SBH.to(self.dtype), encoder_valid_BS)
-            context = self._context(
-                decoder_valid_BT, self.decoder_relative_pos_emb, dropout, encoded
+            context = replace(
+                self._context(x_TBH, self.decoder_relative_pos_emb, dropout),
+                encoded=Encoded(x_SBH.to(self.dtype), encoder_valid_BS),
             )
             with self.saving.forward(context.rotary or ()):
                 x_TBH = self.decoder(x_TBH, context)
@@ -142,29 +145,23 @@ class T5Model(LanguageModel):
         out: Tensor = self.output_layer(x_TBH, labels_BT)
         return out
 
-    def _local(self, length: int) -> int:
-        """Return how many of a sample's positions the hidden states of this rank have."""
-        tp = self.mesh.tp.size if self.sequence_parallel else 1
-        return divide(length, self.mesh.cp.size * tp)
+    @property
+    def _shares(self) -> int:
+        """Over how many ranks the hidden states of a sample are cut."""
+        return self.mesh.cp.size * (self.mesh.tp.size if self.sequence_parallel else 1)
 
     def _context(
-        self,
-        valid_BT: Tensor,
-        relative: RelativePositions | None,
-        dropout: DropoutKey | None,
-        encoded: Encoded | None = None,
+        self, x_SBH: Tensor, relative: RelativePositions | None, dropout: DropoutKey | None
     ) -> Context:
-        """Return what a stack's layers see of their text, whose whole length the mask has."""
-        length = valid_BT.shape[1]
+        """Return what goes by positions in a stack's text, of which a rank holds ``x_SBH``."""
+        length = x_SBH.shape[0] * self._shares
         rotary = None
         if self.rotary is not None:
             rotary = self.rotary(divide(length, self.mesh.cp.size), None)
         return Context(
             rotary=rotary,
             dropout=dropout,
-            valid_BT=valid_BT,
             bias_1nST=None if relative is None else relative(length),
-            encoded=encoded,
         )
 
 

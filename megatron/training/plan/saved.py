@@ -77,7 +77,7 @@ def _own_text(share: Share, layer: int) -> Texts:
         length,
         length,
         causal=is_causal,
-        padded=model.has_two_stacks,
+        padded=model.has_two_stacks and not is_causal,
         biased=model.position.position_embedding_type == "relative",
     )
 

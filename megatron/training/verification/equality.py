@@ -159,7 +159,7 @@ class MadeUpPairs:
             used = generator.integers(1, length + 1)
             sample[f"{name}_valid"] = np.arange(length) < used
         sample["labels"] = generator.integers(0, self._vocabulary, self._lengths[1])
-        sample["loss_mask"] = sample["decoder_valid"].astype(np.float32)
+        sample["loss_mask"] = sample.pop("decoder_valid").astype(np.float32)
         return sample
 
 
