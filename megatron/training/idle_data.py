@@ -12,7 +12,8 @@ def idle_data(config: RunConfig) -> dict[str, str]:
     why = "no --decoder-seq-length" if t5.decoder_seq_length is None else None
     idle = {"bert_binary_head": "no --masked-words, as pretrain_bert.py has them"}
     if why is not None:
-        return {**dict.fromkeys(t5.flatten(), why), **idle}
+        names = (*config.data.masking.flatten(), *t5.flatten())
+        return {**dict.fromkeys(names, why), **idle}
     if t5.span_corruption == "ngrams":
         return {"mean_noise_span_length": "--span-corruption is ngrams", **idle}
     names = ("short_seq_prob", "masking_max_ngram")

@@ -299,5 +299,5 @@ def test_a_foreign_token_is_named(tmp_path: Path, info: TokenInfo) -> None:
 
 
 def test_ngrams_have_the_length_of_the_program(info: TokenInfo) -> None:
-    assert DataConfig.resolve(seq_length=8, masked_words=True).t5.masking_max_ngram == 3
-    assert DataConfig.resolve(seq_length=8).t5.masking_max_ngram == 10
+    assert DataConfig.resolve(seq_length=8, masked_words=True).masking.masking_max_ngram == 3
+    assert DataConfig.resolve(seq_length=8).masking.masking_max_ngram == 10

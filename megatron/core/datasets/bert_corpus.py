@@ -36,8 +36,8 @@ class BertMaker:
             in_order=config.bert.bert_binary_head,
         )
         self._masking = WordMasking(
-            mask_prob=config.t5.mask_prob,
-            max_ngram=config.t5.masking_max_ngram,
+            mask_prob=config.masking.mask_prob,
+            max_ngram=config.masking.masking_max_ngram,
             mask=mask,
             vocab_size=info.vocab_size,
             apart=(cls, sep),

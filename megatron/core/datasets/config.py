@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from megatron.core.config import Config, check_at_least, flag_of, option
 from megatron.core.datasets.bert_config import BertDataConfig
+from megatron.core.datasets.masking_config import MaskingConfig
 from megatron.core.datasets.split import parse_split
 from megatron.core.datasets.t5_config import T5DataConfig
 from megatron.core.utils import UserError
@@ -142,6 +143,8 @@ class DataConfig(Config):
     """Seconds that a process waits for index files that another process builds."""
 
     fim: FimConfig
+
+    masking: MaskingConfig
 
     t5: T5DataConfig
 

@@ -65,7 +65,7 @@ class SentenceBuilder:
         first, last = pieces.first(bounds[[0, -1]]).tolist()
         if first == last:
             raise self._empty(source, tokens, len(bounds) - 1, asked)
-        short = self._config.t5.short_seq_prob
+        short = self._config.masking.short_seq_prob
         kind = joining.kind if tokens.prefix is not None else f"Mock{joining.kind}"
         key = KeyFacts(self._config, self._info, self._seed, kind, room)
         description = key.describe(

@@ -104,8 +104,8 @@ def t5_options(config: DataConfig, info: TokenInfo) -> T5Options:
 
 def noise_shape(config: DataConfig) -> NoiseShape:
     """Return how much noise random spans make, and in spans of which length."""
-    t5 = config.t5
-    return NoiseShape(density=t5.mask_prob, mean_span_length=t5.mean_noise_span_length)
+    density, mean = config.masking.mask_prob, config.t5.mean_noise_span_length
+    return NoiseShape(density=density, mean_span_length=mean)
 
 
 class NgramMaker:
@@ -120,12 +120,11 @@ class NgramMaker:
         options: T5Options,
         say: Say,
     ) -> None:
-        t5 = config.t5
         self._seed, self._options = seed, options
         room = options.encoder_seq_length - FREE_PLACES
         self._limits = NgramLimits(
-            mask_prob=t5.mask_prob,
-            max_ngram=t5.masking_max_ngram,
+            mask_prob=config.masking.mask_prob,
+            max_ngram=config.masking.masking_max_ngram,
             most_spans=len(options.sentinels),
             most_targets=options.decoder_seq_length - 1,
         )
@@ -185,7 +184,6 @@ class StreamMaker:
         keep_partial: bool,
         say: Say,
     ) -> None:
-        t5 = config.t5
         shape = noise_shape(config)
         length = shape.longest_text(options.encoder_seq_length)
         _check_random_spans(shape, length, options)
@@ -198,7 +196,7 @@ class StreamMaker:
             tokens=length,
             extra=0,
             why=f"what fills --encoder-seq-length {options.encoder_seq_length} when "
-            f"--mask-prob {t5.mask_prob} of it is masked",
+            f"--mask-prob {shape.density} of it is masked",
             kind="T5StreamDataset",
             mock_kind="T5StreamDataset",
             keep_partial=keep_partial,
