@@ -12,7 +12,7 @@ from megatron.training.batches import Batch
 from megatron.training.build import build_passes
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
-from megatron.training.plan import accounting, traffic
+from megatron.training.plan import buffer_plans, traffic
 from megatron.training.plan.traffic_passes import Cost, Costs
 from megatron.training.processes.setup import connected_mesh
 from megatron.training.step import Plan, TrainStep
@@ -114,7 +114,7 @@ def work(rank: int, world: int, words: str) -> tuple[dict[str, int], list[Costs]
         rng.initialize(chunk, 1)
     passes = build_passes(config, mesh, chunks, pretrain_t5.forward_step, Timers(0))
     optimizer = build_optimizer(config.optimizer, chunks, mesh, config.precision, config.replicas)
-    planned = accounting.chunk_buffers(config, vocabulary.padded_rows, mesh.pp.coordinate)
+    planned = buffer_plans.chunk_buffers(config, vocabulary.padded_rows, mesh.pp.coordinate)
     buckets = [list(plan.buckets) for chunk in planned for plan in chunk]
     assert buckets == [list(b.plan.buckets) for b in optimizer.data_parallel.buffers]
     step = TrainStep(passes, optimizer, Health(config.health), seed=1)

@@ -17,7 +17,7 @@ from megatron.training.build import build_passes
 from megatron.training.config import RunConfig
 from megatron.training.health import Health
 from megatron.training.objective import Totals
-from megatron.training.plan import accounting, traffic
+from megatron.training.plan import buffer_plans, traffic
 from megatron.training.plan.traffic_passes import Cost, Costs
 from megatron.training.processes.setup import connected_mesh
 from megatron.training.step import Plan, TrainStep
@@ -217,7 +217,7 @@ def test_an_iteration_moves_what_the_closed_form_says(pool: Pool, world: int, wo
     rows = vocabulary_of(config).padded_rows
     count, evaluated = config.batch_sizes.final // config.samples_per_pass, 3
     for rank, seen in enumerate(pool.run(world, work, world, words, evaluated, timeout=180)):
-        chunks = accounting.chunk_buffers(config, rows, seen.coordinates["pp"])
+        chunks = buffer_plans.chunk_buffers(config, rows, seen.coordinates["pp"])
         planned = [list(plan.buckets) for chunk in chunks for plan in chunk]
         assert seen.buckets == planned, f"buckets of rank {rank}"
         expected = traffic.expected(config, rows, count, seen.coordinates)

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.stages import Stage, make_stages
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting
+from megatron.training.plan import buffer_plans, operations_gpt, parameter_shapes
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -33,7 +33,7 @@ CHOICES = [
 
 def parameter_count(model: TransformerConfig, rows: int) -> int:
     """Return the parameters of the whole model."""
-    return sum(accounting.parameters_by_kind(model, rows).values())
+    return sum(parameter_shapes.parameters_by_kind(model, rows).values())
 
 
 def config(text: str = "") -> RunConfig:
@@ -45,7 +45,7 @@ def test_every_parameter_is_the_built_models(text: str) -> None:
     run = config(text)
     model, (stage,) = run.model, run.stages
     built = GPTModel(model, Mesh.serial(), vocab_size=100, padded_vocab_size=128)
-    planned = {p.name: p.shape for p in accounting.stage_parameters(model, 128, stage)}
+    planned = {p.name: p.shape for p in parameter_shapes.stage_parameters(model, 128, stage)}
     assert planned == {name: tuple(p.shape) for name, p in built.named_parameters()}
     assert parameter_count(model, 128) == sum(p.numel() for p in built.parameters())
 
@@ -77,8 +77,8 @@ def test_published_sizes() -> None:
 def test_tensor_parallel_ranks_hold_the_model_together(text: str, tp: int) -> None:
     model = config(f"{text} --dry-run-world-size {tp} --tensor-model-parallel-size {tp}").model
     stage = Stage(range(3))
-    whole = {p.name: p.numel for p in accounting.stage_parameters(model, 128, stage)}
-    for part in accounting.stage_parameters(model, 128, stage, tp):
+    whole = {p.name: p.numel for p in parameter_shapes.stage_parameters(model, 128, stage)}
+    for part in parameter_shapes.stage_parameters(model, 128, stage, tp):
         repeated = "norm" in part.name or "position" in part.name
         repeated |= part.name.endswith(("linear_proj.bias", "linear_fc2.bias"))
         assert part.numel * (1 if repeated else tp) == whole[part.name]
@@ -89,15 +89,15 @@ def test_stages_hold_the_model_together() -> None:
     parts = [
         p.name
         for stage in make_stages(3, 2)
-        for p in accounting.stage_parameters(model, 128, stage)
+        for p in parameter_shapes.stage_parameters(model, 128, stage)
     ]
-    assert parts == [p.name for p in accounting.stage_parameters(model, 128, Stage(range(3)))]
+    assert parts == [p.name for p in parameter_shapes.stage_parameters(model, 128, Stage(range(3)))]
 
 
 def test_a_tied_head_is_repeated_on_the_last_stage() -> None:
     model = config().model
     last = make_stages(3, 2)[1]
-    names = [p.name for p in accounting.stage_parameters(model, 128, last)]
+    names = [p.name for p in parameter_shapes.stage_parameters(model, 128, last)]
     assert "output_layer.weight" in names
 
 
@@ -108,7 +108,7 @@ def test_operations_by_hand() -> None:
     # Multiply-adds of a layer and token: qkv 4 x 12, out 4 x 4, fc1 and fc2 4 x 16 each; of scores
     # and values 2 x 4 x 8 over a full square of 8 keys, half of it when causal. Head: 4 x 10.
     per_token = 2 * (48 + 16 + 128 + 32) + 40
-    assert accounting.flops_per_sample(model, 8, 10) == 8 * per_token * 2 * 3
+    assert operations_gpt.flops_per_sample(model, 8, 10) == 8 * per_token * 2 * 3
 
 
 def test_operations_are_megatrons_formula() -> None:
@@ -120,7 +120,7 @@ def test_operations_are_megatrons_formula() -> None:
     attention = 12 * layers * hidden**2 * (1 + groups / heads + seq / hidden / 2)
     mlp = 12 * layers * hidden * inner * 3 / 2
     expected = seq * (attention + mlp + 6 * hidden * rows)
-    assert accounting.flops_per_sample(model, seq, rows) == pytest.approx(expected, rel=1e-12)
+    assert operations_gpt.flops_per_sample(model, seq, rows) == pytest.approx(expected, rel=1e-12)
 
 
 def test_operations_of_prediction_ahead() -> None:
@@ -130,7 +130,7 @@ def test_operations_of_prediction_ahead() -> None:
     per_layer, head = 48 + 16 + 128 + 32, 40
     model = TransformerConfig.resolve(**sizes, mtp_num_layers=2)
     per_token = 4 * per_layer + 2 * (2 * 16 + 3 * 4) + 3 * head
-    assert accounting.flops_per_sample(model, 8, 10) == 8 * per_token * 2 * 3
+    assert operations_gpt.flops_per_sample(model, 8, 10) == 8 * per_token * 2 * 3
 
 
 @pytest.mark.parametrize("text", [*CHOICES, "--qk-layernorm --untie-embeddings-and-output-weights"])
@@ -156,9 +156,9 @@ def test_buffers_are_planned_as_they_are_built(
         shares=Shares("no_shard", mesh.alone, Axis("dp_cp", tuple(range(replicas)), 0, None)),
     )
     (stage,) = run.stages
-    items = accounting.buffer_items(
+    items = buffer_plans.buffer_items(
         list(
-            accounting.stage_parameters(
+            parameter_shapes.stage_parameters(
                 run.model, 128, stage, 2, sequence_parallel=sequence_parallel
             )
         )
@@ -175,7 +175,9 @@ def test_tied_ends_of_two_stages_have_buffers_of_their_own() -> None:
     for stage, name in zip(
         make_stages(3, 2), ("embedding.word_embeddings.weight", "output_layer.weight"), strict=True
     ):
-        items = accounting.buffer_items(list(accounting.stage_parameters(model, 128, stage)))
+        items = buffer_plans.buffer_items(
+            list(parameter_shapes.stage_parameters(model, 128, stage))
+        )
         alone = [plan for plan in plan_buffers(items, 1) if len(plan.slots) == 1]
         assert [plan.slots[0].name for plan in alone] == [name]
 
@@ -190,7 +192,7 @@ def test_the_end_that_predicts_ahead_holds_the_embedding_too(untied: bool, sched
     )
     run = config(text + " --untie-embeddings-and-output-weights" * untied)
     first, *_, last = (
-        {p.name: p for p in accounting.stage_parameters(run.model, 128, stage)}
+        {p.name: p for p in parameter_shapes.stage_parameters(run.model, 128, stage)}
         for stage in run.stages
     )
     name, meet = "embedding.word_embeddings.weight", schedule == "zb-v"

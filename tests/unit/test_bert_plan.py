@@ -14,7 +14,7 @@ from megatron.core.sharding import of
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, activations
+from megatron.training.plan import activations, operations_gpt, parameter_shapes
 from megatron.training.plan.report import report
 
 SMALL = (
@@ -43,7 +43,7 @@ def test_every_parameter_is_the_built_models(text: str) -> None:
     run = config(text)
     model, (stage,) = run.model, run.stages
     built = BertModel(model, Mesh.serial(), vocab_size=100, padded_vocab_size=128)
-    planned = list(accounting.stage_parameters(model, 128, stage))
+    planned = list(parameter_shapes.stage_parameters(model, 128, stage))
     parameters = list(built.named_parameters())
     assert [(p.name, p.shape) for p in planned] == [(n, tuple(p.shape)) for n, p in parameters]
     for mine, (name, parameter) in zip(planned, parameters, strict=True):
@@ -97,14 +97,14 @@ def test_operations_by_hand() -> None:
     hidden, length = 64, 64
     layer = 12 * hidden * hidden + 2 * hidden * length
     each = 3 * layer + hidden * hidden + hidden * 128
-    found = accounting.flops_per_sample(config().model, length, 128)
+    found = operations_gpt.flops_per_sample(config().model, length, 128)
     assert found == 6 * each * length
 
 
 def test_published_size() -> None:
     """BERT base has 110 million parameters (Devlin et al., 2019)."""
     model = config("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512")
-    count = sum(accounting.parameters_by_kind(model.model, 30522).values())
+    count = sum(parameter_shapes.parameters_by_kind(model.model, 30522).values())
     # Theirs, by the transformers library, has a norm behind the embedding, this one a last norm.
     assert count == 110_106_428
 

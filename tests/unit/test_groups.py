@@ -16,7 +16,7 @@ from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 from megatron.training.arguments import parse
-from megatron.training.plan import accounting
+from megatron.training.plan import parameter_shapes
 from tests.unit.test_buffers import parameter
 
 ROW, COLUMN = "decoder.layers.*.mlp.linear_fc2.weight", "decoder.layers.*.mlp.linear_fc1.weight"
@@ -98,7 +98,7 @@ def test_a_plan_has_the_groups_of_the_run(text: str) -> None:
     group_of = groups.grouping(run.optimizer)
     mine = {sharding.of(p).name: group_of(sharding.of(p)) for p in model.parameters()}
     (stage,) = run.stages
-    planned = accounting.stage_parameters(run.model, 128, stage)
+    planned = parameter_shapes.stage_parameters(run.model, 128, stage)
     assert mine == {p.traits.name: group_of(p.traits) for p in planned}
     assert len(set(mine.values())) >= 2
 

@@ -16,7 +16,7 @@ from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import divisors
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting
+from megatron.training.plan import buffer_plans
 from megatron.training.plan.memory import MemoryPlan
 from tests.live_bytes import Live
 
@@ -151,7 +151,7 @@ def test_planned_bytes_are_those_of_built_ranks(name: str) -> None:
             buffers = optimizer.data_parallel.buffers
             assert planned.fixed == optimizer.memory(), (pp, tp)
             assert planned.parameters == sum(p.numel() for b in buffers for p in b.parameters)
-            chunks = accounting.chunk_buffers(run, padded.padded_rows, pp)
+            chunks = buffer_plans.chunk_buffers(run, padded.padded_rows, pp)
             plans = [plan for chunk in chunks for plan in chunk]
             assert sorted((p.size, p.buckets) for p in plans) == sorted(
                 (b.plan.size, b.plan.buckets) for b in buffers
@@ -266,7 +266,7 @@ def test_a_model_that_is_built_and_shared_out() -> None:
     """In fp32, unit by unit: its weights move, its gradients come, a fourth of both stays."""
     text = f"{DP4} {ALL} --num-layers 2 --position-embedding-type rope"
     run = config(text)
-    (plans,) = accounting.chunk_buffers(run, PADDED, 0)
+    (plans,) = buffer_plans.chunk_buffers(run, PADDED, 0)
     (rank,) = MemoryPlan(run, PADDED).ranks()
     waiting, most = 4 * rank.parameters, 0
     for plan in plans:

@@ -22,7 +22,7 @@ from megatron.core.transformer.saving import Saving
 from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting
+from megatron.training.plan import operations_gpt, parameter_shapes
 from megatron.training.plan.report import report
 
 F64 = torch.float64
@@ -292,7 +292,9 @@ def test_settings_without_effect_are_listed(given: str, idle: str) -> None:
 def test_every_parameter_is_the_built_models_in_its_order(text: str) -> None:
     model = run(f"--multi-latent-attention {WORDS} {text}").config.model
     built = GPTModel(model, Mesh.serial(), vocab_size=30)
-    planned = [(p.name, p.shape) for p in accounting.stage_parameters(model, 30, Stage(range(2)))]
+    planned = [
+        (p.name, p.shape) for p in parameter_shapes.stage_parameters(model, 30, Stage(range(2)))
+    ]
     assert planned == [(name, tuple(p.shape)) for name, p in built.named_parameters()]
 
 
@@ -302,7 +304,7 @@ def test_gradients_are_planned_to_be_summed_as_they_are(sequence_parallel: bool)
     model, serial = run(words).config.model, Mesh.serial()
     mesh = Mesh({**serial.axes, "tp": Axis("tp", (0, 1), 0, None)}, 0, serial.device)
     built = GPTModel(model, mesh, vocab_size=30, sequence_parallel=sequence_parallel)
-    planned = accounting.stage_parameters(
+    planned = parameter_shapes.stage_parameters(
         model, 30, Stage(range(2)), 2, sequence_parallel=sequence_parallel
     )
     records = {name: sharding.of(p) for name, p in built.named_parameters()}
@@ -332,13 +334,15 @@ def test_a_dense_model_of_deepseek_v3s_shape_is_planned() -> None:
     kv = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
     output = 128 * 128 * 7168
     assert q + kv + output == 187_105_280
-    kinds = accounting.parameters_by_kind(model, 129280)
+    kinds = parameter_shapes.parameters_by_kind(model, 129280)
     assert kinds["attention"] == 61 * (187_105_280 + 2048)
     total = kinds["attention"] + 61 * (3 * 7168 * 18432 + 2 * 7168) + 7168 + 2 * 129280 * 7168
-    assert sum(accounting.parameters_by_kind(model, 129280).values()) == total
+    assert sum(parameter_shapes.parameters_by_kind(model, 129280).values()) == total
     assert f"{total:,}" in report(plan, "pretrain_gpt")
     # Megatron-LM's formula: the latents' gains count, causal scores by half.
     scores = 128 * (128 + 64 + 128) * 4096 / 2
     layer = q + kv + 2048 + scores + output + 3 * 7168 * 18432
     expected = 6 * 4096 * (61 * layer + 7168 * 129280)
-    assert accounting.flops_per_sample(model, 4096, 129280) == pytest.approx(expected, rel=1e-12)
+    assert operations_gpt.flops_per_sample(model, 4096, 129280) == pytest.approx(
+        expected, rel=1e-12
+    )

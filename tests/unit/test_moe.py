@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.plan import layer_plan, mtp_layer_plan
 from megatron.core.transformer.saving import Saving
 from megatron.core.utils import UserError
-from megatron.training.plan import accounting
+from megatron.training.plan import operations_gpt, parameter_shapes
 from tests.unit.test_rules import plan, refused
 
 HIDDEN, SHAPE = 6, (5, 2)
@@ -293,10 +293,10 @@ def test_a_plan_counts_the_latents_of_experts() -> None:
         "position_embedding_type": "rope",
     }
     config = config_of(**sizes, moe_latent_size=4)
-    kinds = accounting.parameters_by_kind(config, 8)
+    kinds = parameter_shapes.parameters_by_kind(config, 8)
     assert kinds["latents of experts"] == 2 * HIDDEN * 4
     assert kinds["experts"] == 4 * 3 * 4 * 10
-    adds = accounting.layer_multiply_adds(config, 16, layer_plan(config)[0])
+    adds = operations_gpt.layer_multiply_adds(config, 16, layer_plan(config)[0])
     assert adds["moe"] == HIDDEN * 4 + 2 * HIDDEN * 4 + 3 * 3 * 4 * 10
 
 
@@ -316,11 +316,11 @@ def test_a_plan_of_mixtral_counts_its_parameters() -> None:
         untie_embeddings_and_output_weights=True,
         num_experts=8,
     )
-    kinds = accounting.parameters_by_kind(config, 32000)
+    kinds = parameter_shapes.parameters_by_kind(config, 32000)
     assert sum(kinds.values()) == 46_702_792_704
     assert kinds["experts"] == 32 * 8 * 3 * 4096 * 14336
-    assert round(accounting.active_parameters(config, 32000) / 1e9, 1) == 12.9
-    adds = accounting.layer_multiply_adds(config, 4096, layer_plan(config)[0])
+    assert round(parameter_shapes.active_parameters(config, 32000) / 1e9, 1) == 12.9
+    adds = operations_gpt.layer_multiply_adds(config, 4096, layer_plan(config)[0])
     assert adds["moe"] == 4096 * 8 + 2 * 3 * 4096 * 14336
 
 

@@ -6,7 +6,7 @@ from megatron.core.optimizer.memory import BYTES
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import passing, sums
-from megatron.training.plan.accounting import chunk_buffers
+from megatron.training.plan.buffer_plans import chunk_buffers
 from megatron.training.plan.gathered import gathered
 from megatron.training.plan.passing import Passing
 

@@ -8,7 +8,7 @@ from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.checkpoints import settings
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting
+from megatron.training.plan import operations_gpt
 from megatron.training.plan.report import report
 
 BASE = (
@@ -168,7 +168,7 @@ def test_a_plan_lists_what_is_made_again_and_what_waits_in_the_host() -> None:
 def again(words: str) -> float:
     """Return the multiply-adds for a token that are made again."""
     config = run(words).config
-    parts = accounting.recomputed_flops_per_sample(config, 128)
+    parts = operations_gpt.recomputed_flops_per_sample(config, 128)
     return sum(parts.values()) / 2 / config.data.seq_length
 
 
@@ -199,7 +199,7 @@ def test_operations_that_are_made_again_by_hand() -> None:
 def test_throughput_counts_no_operation_twice() -> None:
     model = run(FULL).config.model
     plain = run("").config.model
-    assert accounting.flops_per_sample(model, 32, 128) == accounting.flops_per_sample(
+    assert operations_gpt.flops_per_sample(model, 32, 128) == operations_gpt.flops_per_sample(
         plain, 32, 128
     )
 

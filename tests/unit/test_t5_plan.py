@@ -10,7 +10,7 @@ from megatron.core.optimizer import groups
 from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, operations
+from megatron.training.plan import buffer_plans, operations, parameter_shapes
 from megatron.training.plan.report import report
 
 SMALL = (
@@ -57,9 +57,9 @@ def test_every_parameter_is_the_built_models(text: str) -> None:
     run = parsed(text).config
     model, (stage,) = run.model, run.stages
     built = T5Model(model, Mesh.serial(), vocab_size=100, padded_vocab_size=128)
-    planned = [(p.name, p.shape) for p in accounting.stage_parameters(model, 128, stage)]
+    planned = [(p.name, p.shape) for p in parameter_shapes.stage_parameters(model, 128, stage)]
     assert planned == [(name, tuple(p.shape)) for name, p in built.named_parameters()]
-    total = sum(accounting.parameters_by_kind(model, 128).values())
+    total = sum(parameter_shapes.parameters_by_kind(model, 128).values())
     assert total == sum(p.numel() for p in built.parameters())
 
 
@@ -107,9 +107,9 @@ def test_buffers_of_a_pipeline_are_planned_as_they_are_built(text: str, pipeline
         built = DataParallel(
             chunks, Mesh.serial(), torch.float32, group_of=groups.grouping(run.optimizer)
         ).buffers
-        planned = [plan for plans in accounting.chunk_buffers(run, 128, rank) for plan in plans]
+        planned = [plan for plans in buffer_plans.chunk_buffers(run, 128, rank) for plan in plans]
         tied = not run.model.untie_embeddings_and_output_weights
-        twin = {"output_layer.weight": accounting.TOKEN_VECTORS} if tied else {}
+        twin = {"output_layer.weight": parameter_shapes.TOKEN_VECTORS} if tied else {}
         assert [[slot.name for slot in buffer.plan.slots] for buffer in built] == [
             [twin.get(slot.name, slot.name) for slot in plan.slots] for plan in planned
         ]

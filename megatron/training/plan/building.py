@@ -12,7 +12,7 @@ from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import shares_of
+from megatron.training.plan.buffer_plans import shares_of
 
 
 def building(config: RunConfig, plans: Sequence[BufferPlan]) -> int:

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks
-from megatron.training.plan.accounting import BIASES
+from megatron.training.plan.parameter_shapes import BIASES
 from megatron.training.plan.passing import units
 from megatron.training.plan.share import Share
 

@@ -17,7 +17,7 @@ from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer import memory
 from megatron.core.utils import divisors
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, activations, passing, peaks, stacks, sums
+from megatron.training.plan import activations, buffer_plans, passing, peaks, stacks, sums
 from megatron.training.plan import pipeline as pipeline_plan
 from megatron.training.plan.building import building
 from megatron.training.plan.gathered import gathered
@@ -167,7 +167,7 @@ class _Rank:
     """What of a pipeline rank no micro-batch changes."""
 
     def __init__(self, config: RunConfig, padded_rows: int, number: int) -> None:
-        buffers = accounting.chunk_buffers(config, padded_rows, number)
+        buffers = buffer_plans.chunk_buffers(config, padded_rows, number)
         plans = [plan for chunk in buffers for plan in chunk]
         self.parameters = sum(slot.stop - slot.start for plan in plans for slot in plan.slots)
         self.building = self.staged = 0
@@ -180,7 +180,7 @@ class _Rank:
         units = plans
         if config.shared_by_torch:  # its units are the same; what it has of them is near to ours
             ours = replace(config, replicas=replace(config.replicas, use_torch_fsdp2=False))
-            chunks = accounting.chunk_buffers(ours, padded_rows, number)
+            chunks = buffer_plans.chunk_buffers(ours, padded_rows, number)
             units = [plan for chunk in chunks for plan in chunk]
         self.building = building(config, units)
         self.staged = staged(config, plans)
@@ -197,7 +197,7 @@ class _Rank:
 def _fixed(config: RunConfig, plans: Sequence[BufferPlan]) -> dict[str, int]:
     """Return the bytes of a rank's buffers by category, those of experts among them."""
     total: Counter[str] = Counter()
-    for shares, mine in groupby(plans, lambda plan: accounting.shares_of(config, plan)):
+    for shares, mine in groupby(plans, lambda plan: buffer_plans.shares_of(config, plan)):
         total += Counter(
             memory.predict(
                 list(mine),

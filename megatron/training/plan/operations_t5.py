@@ -1,4 +1,4 @@
-"""Operations of an encoder-decoder, as `accounting` counts those of one stack.
+"""Operations of an encoder-decoder, as `operations_gpt` counts those of one stack.
 
 Of a sample with S tokens for the encoder and T for the decoder, with H the hidden size and K the
 channels of all heads, the multiply-adds of a layer's forward are:
@@ -16,7 +16,7 @@ from megatron.training.config import RunConfig
 from megatron.training.plan import stacks
 
 BACKWARD_AND_FORWARD = 3
-"""As in `accounting`."""
+"""As in `operations_gpt`."""
 
 
 def flops_per_sample(config: RunConfig, padded_rows: int) -> int:

@@ -28,7 +28,8 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks
-from megatron.training.plan.accounting import BIASES, BufferKey, shares_of
+from megatron.training.plan.buffer_plans import BufferKey, shares_of
+from megatron.training.plan.parameter_shapes import BIASES
 
 _END = ""
 """What follows the last unit."""

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.vocabulary import resolve_vocabulary
 from megatron.core.utils import UserError, human_count
 from megatron.training.arguments import ParsedRun
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting, memory_text, operations, traffic
+from megatron.training.plan import memory_text, operations, parameter_shapes, traffic
 from megatron.training.plan import pipeline as pipeline_plan
 
 GIB = 2**30
@@ -180,9 +180,9 @@ def _content(stage: Stage) -> str:
 
 
 def _parameters(config: RunConfig, vocabulary: PlannedVocabulary) -> Iterator[str]:
-    kinds = accounting.parameters_by_kind(config.model, vocabulary.rows)
+    kinds = parameter_shapes.parameters_by_kind(config.model, vocabulary.rows)
     total = sum(kinds.values())
-    active = accounting.active_parameters(config.model, vocabulary.rows)
+    active = parameter_shapes.active_parameters(config.model, vocabulary.rows)
     visited = f", of which {human_count(active)} work on a token" if active < total else ""
     yield f"total {total:,} ({human_count(total)}){visited}"
     for kind, count in kinds.items():
@@ -263,7 +263,7 @@ def _groups(config: RunConfig, vocabulary: PlannedVocabulary) -> Sequence[str]:
     group_of = groups.grouping(config.optimizer)
     entries = [
         groups.Entry(parameter.traits.name, group_of(parameter.traits), parameter.numel)
-        for parameter in accounting.all_parameters(config.model, vocabulary.rows)
+        for parameter in parameter_shapes.all_parameters(config.model, vocabulary.rows)
         if parameter.trained
     ]
     groups.check_overrides(config.optimizer, [entry.name for entry in entries])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron.core.distributed.layout import BufferPlan
 from megatron.core.optimizer.memory import BYTES, stored_bytes
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import replicas_of, shares_of
+from megatron.training.plan.buffer_plans import replicas_of, shares_of
 
 RANDOM = 64 * 2**10
 """Of the random generators; they are text of some twenty thousand bytes."""

@@ -16,12 +16,7 @@ from megatron.core.distributed.ranges import Range, intersect
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import (
-    BufferKey,
-    chunk_parameters,
-    replicas_of,
-    shares_of,
-)
+from megatron.training.plan.buffer_plans import BufferKey, chunk_parameters, replicas_of, shares_of
 
 
 def copies(config: RunConfig, chunks: Sequence[Sequence[BufferPlan]]) -> list[int]:

@@ -120,7 +120,7 @@ from megatron.core.optimizer.groups import grouping
 from megatron.core.transformer.plan import routers_of
 from megatron.core.utils import human_bytes
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import all_parameters
+from megatron.training.plan.parameter_shapes import all_parameters
 from megatron.training.plan.traffic_passes import (
     Book,
     Costs,

@@ -34,7 +34,8 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks, traffic_torch
-from megatron.training.plan.accounting import BIASES, BufferKey, chunk_buffers, shares_of
+from megatron.training.plan.buffer_plans import BufferKey, chunk_buffers, shares_of
+from megatron.training.plan.parameter_shapes import BIASES
 from megatron.training.plan.traffic_passes import Book
 
 

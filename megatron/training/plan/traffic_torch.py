@@ -25,7 +25,7 @@ from megatron.core.distributed.layout import unit_of
 from megatron.core.optimizer.memory import BYTES
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks
-from megatron.training.plan.accounting import chunk_buffers
+from megatron.training.plan.buffer_plans import chunk_buffers
 from megatron.training.plan.traffic_passes import Book
 
 

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 
 from megatron.core.optimizer.memory import BYTES
 from megatron.training.config import RunConfig
-from megatron.training.plan.accounting import (
+from megatron.training.plan.buffer_plans import (
     BufferKey,
-    ParameterShape,
     chunk_buffers,
     chunk_parameters,
     shares_of,
 )
+from megatron.training.plan.parameter_shapes import ParameterShape
 from megatron.training.plan.traffic_passes import Book
 from megatron.training.plan.traffic_shares import share_of
 

@@ -1,34 +1,26 @@
-"""What a run costs, computed from its configs: parameters, their buffers, operations.
+"""Which parameters a rank holds, by name and shape, exactly as the model builds them.
 
-Pure functions without torch. `stage_parameters` lists what a rank holds by name and shape, exactly
-as the model builds it; counts and bytes of weights, gradients and optimizer state follow from it
-to the byte.
+Pure functions without torch; counts, and bytes of weights, gradients and optimizer state, follow.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.core.distributed.layout import BufferPlan, Item, plan_buffers, unit_of
-from megatron.core.distributed.rows import plan_rows
 from megatron.core.grid import key_value_sharers
-from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.groups import Traits, grouping
+from megatron.core.optimizer.groups import Traits
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.bert_config import TOKEN_TYPES
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
-from megatron.training.config import RunConfig
+from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
 from megatron.training.plan import accounting_mla
 
 TOKEN_VECTORS = "embedding.word_embeddings.weight"
 """Name of the embedding, and of a head that is tied to it."""
 BIASES = "_relative_pos_emb"
 """Ends the names of modules of learned biases by distance."""
-BACKWARD_AND_FORWARD = 3
-"""A backward pass multiplies twice as much as the forward: for inputs and for weights."""
 
 
 @dataclass(frozen=True)
@@ -354,211 +346,3 @@ def all_parameters(model: TransformerConfig, rows: int) -> Iterator[ParameterSha
     """Yield the parameters of the whole model, for a vocabulary of ``rows`` rows."""
     whole = Stage(range(model.all_layers), num_mtp_layers=model.mtp.depths)
     return stage_parameters(model, rows, whole)
-
-
-def flops_per_sample(model: TransformerConfig, seq_length: int, padded_rows: int) -> int:
-    """Return the operations that training on one sample takes, by Megatron-LM's formula.
-
-    Matrix products count two operations per multiply-add, and three times for forward and
-    backward. Causal attention counts half of the full square, an encoder's all of it, a window
-    counts as none; padded rows of the vocabulary count, recomputation does not.
-    """
-    depths, hidden = model.mtp.depths, model.hidden_size
-    per_token: float = sum(
-        sum(layer_multiply_adds(model, seq_length, plan).values()) for plan in _plans(model)
-    )
-    per_token += depths * prediction_multiply_adds(model) + (1 + depths) * hidden * padded_rows
-    per_token += hidden * hidden * model.bert.encoder_alone  # what its head makes of hidden states
-    return round(2 * BACKWARD_AND_FORWARD * per_token * seq_length)
-
-
-def _plans(model: TransformerConfig) -> list[LayerPlan]:
-    """Return all layers, those of multi-token prediction behind."""
-    ahead = (mtp_layer_plan(model, depth) for depth in range(model.mtp.depths))
-    return [*layer_plan(model), *ahead]
-
-
-def layer_multiply_adds(
-    model: TransformerConfig, seq_length: int, plan: LayerPlan
-) -> dict[str, float]:
-    """Return the multiply-adds of a layer's forward for a token, by part.
-
-    The parts have the names of --recompute-modules; ``rest`` is of none. Of experts those count
-    that a token visits; ``shared_experts`` is a part of ``moe``.
-    """
-    parts = _attention_multiply_adds(model, seq_length, model.visible_share(plan.number))
-    matrices = 3 if model.mlp.is_gated else 2
-    if all(sublayer.kind != "moe" for sublayer in plan.sublayers):
-        return {**parts, "mlp": model.hidden_size * model.mlp.ffn_hidden_size * matrices}
-    return {**parts, "moe": sum(_expert_multiply_adds(model))}
-
-
-def _expert_multiply_adds(model: TransformerConfig) -> tuple[int, int]:
-    """Return those of the router and the experts that a token visits, and of shared ones."""
-    moe, hidden = model.moe, model.hidden_size
-    assert moe.num_experts is not None
-    each = hidden * (3 if model.mlp.is_gated else 2)
-    shared = (moe.moe_shared_expert_intermediate_size or 0) * each
-    shared += hidden * moe.moe_shared_expert_gate
-    latent = model.routed_size
-    visited = model.router.moe_router_topk * moe.moe_ffn_hidden_size * (each // hidden) * latent
-    projections = 0 if moe.moe_latent_size is None else 2 * hidden * latent
-    return hidden * moe.num_experts + projections + visited, shared
-
-
-def _attention_multiply_adds(
-    model: TransformerConfig, seq_length: int, visible_share: float
-) -> dict[str, float]:
-    attention, hidden = model.attention, model.hidden_size
-    if model.mla.multi_latent_attention:
-        return accounting_mla.multiply_adds(model, seq_length, visible_share)
-    width = attention.num_attention_heads * attention.kv_channels
-    key_value = 2 * attention.num_query_groups * attention.kv_channels
-    projections = hidden * (width + key_value) + width * hidden
-    return {"rest": projections, "core_attn": 2 * width * seq_length * visible_share}
-
-
-def prediction_multiply_adds(model: TransformerConfig) -> int:
-    """Return those of what joins a layer of multi-token prediction to the model: norms, eh_proj."""
-    return 3 * model.hidden_size + 2 * model.hidden_size * model.hidden_size
-
-
-def recomputed_flops_per_sample(config: RunConfig, padded_rows: int) -> dict[str, int]:
-    """Return the operations on one sample that backward does again, beside `flops_per_sample`.
-
-    By what makes them again: ``recomputation``, and the ``head`` where its loss works on pieces of
-    the sequence; without the parts that do none. Counted as there: one forward, norms and the like
-    left out.
-    """
-    model, seq_length = config.model, config.data.seq_length
-    recompute, depths = model.recompute, model.mtp.depths
-    plans = _plans(model)
-    adds = [layer_multiply_adds(model, seq_length, plan) for plan in plans]
-    per_token = {"recomputation": 0.0, "head": 0.0}
-    if recompute.granularity == "full":
-        again = {
-            n for stage in config.stages for unit in recompute.units(stage.layers) for n in unit
-        }
-        ahead = depths * recompute.covers_prediction_ahead
-        again |= set(range(model.num_layers, model.num_layers + ahead))
-        per_token["recomputation"] += sum(sum(adds[number].values()) for number in again)
-        per_token["recomputation"] += ahead * prediction_multiply_adds(model)
-    else:
-        modules = set(recompute.modules)
-        for plan, parts in zip(plans, adds, strict=True):
-            per_token["recomputation"] += sum(parts.get(module, 0) for module in modules)
-            has_experts = any(sublayer.kind == "moe" for sublayer in plan.sublayers)
-            if has_experts and "shared_experts" in modules:
-                per_token["recomputation"] += _expert_multiply_adds(model)[1]
-    samples = config.training.micro_batch_size
-    positions = seq_length // config.parallel.context_parallel_size
-    rows = padded_rows // config.parallel.tensor_model_parallel_size
-    if loss_pieces(positions, samples, rows, limit=model.logits_at_once) > 1:
-        per_token["head"] += (1 + depths) * model.hidden_size * padded_rows
-    return {part: round(2 * adds * seq_length) for part, adds in per_token.items() if adds}
-
-
-class BufferKey(NamedTuple):
-    """What parameters of one buffer have in common; all are of one dtype."""
-
-    summed: tuple[str, ...]
-    alone: str
-    """Name of the parameter that has a buffer of its own; empty elsewhere."""
-    tied: bool
-    unit: str
-    """Part of the model that has buffers of its own; empty where gradients are not shared out."""
-    expert: bool = False
-    """Its replicas are those of experts."""
-
-
-def replicas_of(config: RunConfig, plan: BufferPlan) -> int:
-    """Return the ranks that sum the gradients of a buffer."""
-    assert isinstance(plan.key, BufferKey)
-    return config.axis_sizes["edp" if plan.key.expert else "dp_cp"]
-
-
-def shares_of(config: RunConfig, plan: BufferPlan) -> int:
-    """Return into how many shares these divide it; 1 for none."""
-    assert isinstance(plan.key, BufferKey)
-    return config.expert_shares if plan.key.expert else config.shares
-
-
-def buffer_items(
-    parameters: Sequence[ParameterShape],
-    optimizer: OptimizerConfig | None = None,
-    *,
-    by_unit: bool = False,
-) -> list[Item]:
-    """Return parameters as what buffers are planned from; the same ones share a buffer in a run.
-
-    Args:
-        parameters: of one chunk of the model, in its order.
-        optimizer: whose groups order and part buffers; the default one when absent.
-        by_unit: each unit of the model has buffers of its own.
-    """
-    items, group_of = [], grouping(optimizer or OptimizerConfig.resolve())
-    for p in parameters:
-        unit = unit_of(p.name) if by_unit else ""
-        key = BufferKey(p.summed, p.name if p.tied or p.apart else "", p.tied, unit, p.expert)
-        items.append(Item(p.name, p.numel, key, group_of(p.traits), p.shape[0]))
-    return items
-
-
-def chunk_parameters(
-    config: RunConfig, padded_rows: int, pp_rank: int, ways: int | None = None
-) -> list[list[ParameterShape]]:
-    """Return the parameters of a rank of the pipeline, for each chunk of the model.
-
-    Args:
-        config: the run.
-        padded_rows: rows of the vocabulary, padding included.
-        pp_rank: its coordinate.
-        ways: ranks that share a matrix, of the dense layers and of experts; the run's when absent.
-    """
-    parallel, stages = config.parallel, config.stages
-    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    if ways is not None:
-        tp = etp = ways
-    expert_ways = (parallel.expert_model_parallel_size, etp)
-
-    def of(stage: Stage) -> Iterator[ParameterShape]:
-        return stage_parameters(
-            config.model,
-            padded_rows,
-            stage,
-            tp,
-            sequence_parallel=parallel.sequence_parallel,
-            expert_ways=expert_ways,
-        )
-
-    chunks = [[*of(stages[at])] for at in config.placement.positions(pp_rank)]
-    if len(chunks) == 1:
-        return chunks
-    # Learned biases by distance are one for all chunks.
-    first, *others = chunks
-    first = [replace(p, apart=p.apart or BIASES in p.name) for p in first]
-    return [first, *([p for p in chunk if BIASES not in p.name] for chunk in others)]
-
-
-def chunk_buffers(config: RunConfig, padded_rows: int, pp_rank: int) -> list[list[BufferPlan]]:
-    """Return the gradient buffers of a rank, with their buckets, for each chunk of the model."""
-    chunks = []
-    by_torch, sizes = config.shared_by_torch, config.axis_sizes
-    by_unit = config.replicas.shards_gradients and config.shares > 1 and not by_torch
-    for chunk in chunk_parameters(config, padded_rows, pp_rank):
-        held = [p for p in chunk if p.trained]
-        if by_torch:
-            items = buffer_items(held, config.optimizer)
-            chunks.append(plan_rows(items, config.shares))
-            continue
-        size = config.replicas.bucket_size(sum(p.numel for p in held), sizes["dp_cp"])
-        plans: list[BufferPlan] = []
-        for experts, replicas, shares in (
-            (False, sizes["dp_cp"], config.shares),
-            (True, sizes["edp"], config.expert_shares),
-        ):
-            mine = [p for p in held if p.expert == experts]
-            items = buffer_items(mine, config.optimizer, by_unit=by_unit)
-            plans += plan_buffers(items, replicas, size, shares=shares)
-        chunks.append(plans)
-    return chunks
