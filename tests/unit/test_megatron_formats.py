@@ -319,6 +319,24 @@ def test_whatever_bits_are_flipped_it_is_said_as_damage(tmp_path: Path, kind: st
     assert refused > 10
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_mlp_glu_interleave_size", 32),
+        ("moe_shared_expert_glu_interleave_size", 32),
+        ("moe_apply_probs_on_input", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("use_mup", True),
+    ],
+)
+def test_weights_that_mean_something_else_are_refused(name: str, value: int) -> None:
+    state = {"args": argparse.Namespace(num_layers=2, **{name: value}), "iteration": 8}
+    with pytest.raises(CheckpointError, match=f"--{name.replace('_', '-')} {value}"):
+        common.facts(state, has_states=False)
+    unset = {"args": argparse.Namespace(num_layers=2, **{name: type(value)(0) or None})}
+    assert common.facts(unset, has_states=False)["config"]["num_layers"] == 2
+
+
 def test_arguments_become_settings() -> None:
     args = argparse.Namespace(
         num_layers=2,

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing.format import Index
+from megatron.core.dist_checkpointing.format import CheckpointError, Index
 from megatron.core.dist_checkpointing.megatron_formats.state import ROWS
 from megatron.core.dist_checkpointing.megatron_formats.unpickling import plain
 
@@ -28,6 +28,15 @@ _SCHEDULE = {
 }
 """Our word by Megatron's, in the state of its schedule."""
 
+_MEANINGS = {
+    "moe_mlp_glu_interleave_size": "rows of gates and values alternate in blocks",
+    "moe_shared_expert_glu_interleave_size": "rows of gates and values alternate in blocks",
+    "moe_apply_probs_on_input": "weights of choices scale the inputs of experts",
+    "apply_residual_connection_post_layernorm": "the residual stream is taken after the norm",
+    "use_mup": "activations and logits are scaled by widths",
+}
+"""Arguments under which weights of the same names and shapes compute something else, and what."""
+
 
 def facts(state: Mapping[str, Any], *, has_states: bool, buckets: bool = False) -> dict[str, Any]:
     """Return what our own checkpoints would say.
@@ -39,9 +48,13 @@ def facts(state: Mapping[str, Any], *, has_states: bool, buckets: bool = False) 
         state: the state that is no tensor.
         has_states: whether states of the optimizer can be read.
         buckets: whether some are there that only the layout which wrote them could read.
+
+    Raises:
+        CheckpointError: its weights mean something else than the same ones would here.
     """
     iteration = int(state.get("iteration", 0))
     args = arguments(state)
+    _check_meaning(args)
     scheduler = state.get("opt_param_scheduler") or {}
     found: dict[str, Any] = {
         "iteration": iteration,
@@ -70,6 +83,21 @@ def arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(args, argparse.Namespace):
         args = vars(args)
     return dict(plain(args)) if isinstance(args, Mapping) else {}
+
+
+def _check_meaning(args: Mapping[str, Any]) -> None:
+    """Raise if weights fit by names and shapes, but compute something else here."""
+    found = [
+        f"--{name.replace('_', '-')} {args[name]}: {meaning}"
+        for name, meaning in _MEANINGS.items()
+        if args.get(name)
+    ]
+    if found:
+        raise CheckpointError(
+            "the checkpoint of Megatron-LM's cannot be loaded, since its weights mean something "
+            f"else here ({'; '.join(found)}); load one of a run without this, or convert its "
+            "weights in Megatron-LM first"
+        )
 
 
 def _progress(
