@@ -19,7 +19,7 @@ measured is what torch's fused attention saves on CUDA: it is taken to be querie
 output and a number per head and token, or a mask where there are documents or ALiBi.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
@@ -233,7 +233,7 @@ def _sublayer(ledger: Ledger, share: Share, regions: Sequence[Region]) -> None:
         if again
         for piece in region.outputs
     }
-    needed, seen, group = _needed(regions, remade), set[str](), ""
+    reads, seen, group = _reads(regions, remade), set[str](), ""
     for place, region in enumerate(regions):
         held = region.inputs if remade[place] else region.saved
         pieces = {piece.name: piece for piece in held if piece.name not in dropped}
@@ -247,12 +247,14 @@ def _sublayer(ledger: Ledger, share: Share, regions: Sequence[Region]) -> None:
         if region.sends:
             ledger.waits_back.append(len(ledger.kept))
         number = ledger.add(sum(piece.size for piece in stay), region.late)
-        first = number - place + needed[place]
+        first, last = (number - place + read for read in reads[place])
         if remade[place]:
-            own = {piece.name: piece.size for piece in (*region.saved, *region.outputs)}
-            others = dropped - {piece.name for piece in region.outputs}
-            names = own.keys() - {piece.name for piece in region.inputs} - others
-            ledger.moments.append((sum(own[name] for name in names), first, number))
+            own = {piece.name: piece.size for piece in region.saved}
+            given = {piece.name: piece.size for piece in region.outputs}
+            left = {piece.name for piece in region.inputs} | (dropped - given.keys())
+            given = {name: size for name, size in given.items() if name not in own}
+            ledger.moments.append((_size(own, left), first, number))
+            ledger.moments.append((_size(given, left), first, last))
         away = sum(piece.size for piece in large.values())
         if away and region.joins and group == region.offloaded:
             size, _, last = ledger.groups.pop()
@@ -262,19 +264,30 @@ def _sublayer(ledger: Ledger, share: Share, regions: Sequence[Region]) -> None:
         group = region.offloaded if away else ""
 
 
-def _needed(regions: Sequence[Region], remade: Sequence[bool]) -> list[int]:
-    """Return the region with whose backward each is needed: its own, or one that reads its outputs.
+def _size(sizes: Mapping[str, int], left: Collection[str]) -> int:
+    """Return the sum of the sizes, some names left out."""
+    return sum(size for name, size in sizes.items() if name not in left)
 
-    A region that runs again reads its inputs at once.
+
+def _reads(regions: Sequence[Region], remade: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return with whose backward each region is needed, and after whose its outputs go.
+
+    It is needed for its own, or for a region that reads its outputs: one that runs again reads its
+    inputs at once, and regions of one name run again together. Nothing but what reads them holds
+    outputs; weights' gradients that are put off count them as theirs.
     """
-    needed = list(range(len(regions)))
+    found = [(place, place) for place in range(len(regions))]
     for place in reversed(range(len(regions))):
         names = {piece.name for piece in regions[place].outputs} if remade[place] else set()
+        needed, readers = place, list[int]()
         for later in range(place + 1, len(regions)):
-            read = regions[later].inputs if remade[later] else regions[later].saved
+            apart = regions[later].recomputed != regions[place].recomputed
+            read = regions[later].inputs if remade[later] and apart else regions[later].saved
             if names & {piece.name for piece in read}:
-                needed[place] = max(needed[place], needed[later])
-    return needed
+                needed = max(needed, found[later][0])
+                readers.append(later)
+        found[place] = (needed, min(readers, default=place))
+    return found
 
 
 def _ends(ledger: Ledger, share: Share, depths: int, kept: int, late: int, pieces: int) -> None:

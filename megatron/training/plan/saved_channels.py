@@ -84,7 +84,11 @@ def experts(share: Share, layer: int) -> list[Region]:
         if model.moe.moe_shared_expert_gate:
             gates = share.outer * share.size
             kept = (Piece("shared output", share.stream, share.size), Piece("gates", gates, 1))
-            shared.append(Region("gate", (share.normed, *kept), share.stream + gates))
+            if "shared_experts" in modules:  # one run makes all of it again
+                (run,) = shared
+                shared = [replace(run, saved=(*run.saved, *kept), late=run.late + gates)]
+            else:
+                shared.append(Region("gate", (share.normed, *kept), share.stream + gates))
     routed = _routed(share)
     # Of all that put off their gradients the router is last to let go of the block's input.
     shared = [
