@@ -1,4 +1,7 @@
-"""Tokens on their way to experts and back, whatever the loads: even, all on one, none on most."""
+"""Tokens on their way to experts and back, whatever the loads: even, all on one, none on most.
+
+Results are those of experts at hand, and each call has the bytes that follow from sizes alone.
+"""
 
 import pytest
 import torch
@@ -7,13 +10,16 @@ from torch import Tensor
 from megatron.core import comm
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.transformer.moe.dispatcher import Dispatcher, Local, build_dispatcher
+from megatron.core.transformer.moe.dispatcher import Local, build_dispatcher
 from megatron.core.transformer.moe.routing import Routing
 from tests import deepep_stand_in
 from tests.harness import Pool
+from tests.host_reads import reading
 
 TOKENS, HIDDEN, EXPERTS, CHOICES = 3, 4, 4, 2
 LOADS = ("uneven", "one", "far", "dropped")
+WORD = 8
+"""Bytes of a number of a token, a weight, a count, or of an expert's name."""
 LAYOUTS = {"ep2": (2, 2, 1), "etp2": (2, 1, 2), "ep4": (4, 4, 1), "ep2 etp2": (4, 2, 2)}
 
 
@@ -54,18 +60,43 @@ def travels(rank: int, kind: str, loads: str, ep: int, etp: int) -> dict[str, Te
     first = mesh.ep.coordinate * own
     with pytest.MonkeyPatch.context() as patch:
         deepep_stand_in.install(patch)
-        return _travels(build_dispatcher(kind, EXPERTS, mesh), x_TH, routing, first, etp, mesh)
+        return _travels(kind, x_TH, routing, first, etp, mesh)
+
+
+def expected_calls(kind: str, routing: Routing, ranks: int, etp: int) -> list[tuple[str, int]]:
+    """Return every call of a layer's forward and backward in order, and its bytes, in closed form.
+
+    A choice that is dropped sends no row; one that stays sends one to each rank of its expert.
+    """
+    tokens, choices = TOKENS * HIDDEN * WORD, TOKENS * CHOICES * WORD
+    if kind == "allgather":
+        forward = [("all_gather", size) for size in (tokens, choices, choices)]
+        backward = [("reduce_scatter", size) for size in (choices, tokens)]
+        calls = [*forward, ("reduce_scatter", tokens), ("all_gather", tokens), *backward]
+        return [(name, ranks * size) for name, size in calls]
+    if kind == "flex":  # a package's calls are its own
+        return []
+    kept = TOKENS * CHOICES if routing.kept_TK is None else int(routing.kept_TK.sum())
+    row = HIDDEN * WORD
+    return [("all_gather", ranks * EXPERTS * WORD), *[("all_to_all", kept * etp * row)] * 4]
 
 
 def _travels(
-    dispatch: Dispatcher, x_TH: Tensor, routing: Routing, first: int, etp: int, mesh: Mesh
+    kind: str, x_TH: Tensor, routing: Routing, first: int, etp: int, mesh: Mesh
 ) -> dict[str, Tensor]:
-    with comm.recording() as calls:
+    dispatch = build_dispatcher(kind, EXPERTS, mesh)
+    with comm.recording() as calls, comm.counting() as traffic, reading() as reads:
+        found = list[tuple[str, str, int]]()
+        traffic.add = lambda axis, name, size: found.append((axis.name, name, size))  # type: ignore[method-assign]
         y_TH = dispatch(x_TH, routing, lambda x, n: compute(first, 1.0 / etp, x, n))
         (y_TH * (1 + torch.arange(y_TH.numel()).view_as(y_TH))).sum().backward()
+    assert kind == "flex" or reads == ["tolist"]  # where the host waits for the device
     names = [call.name for call in calls]
     everyone = comm.gather_objects(names, mesh.world)
     assert all(each == names for each in everyone)
+    assert found == [
+        ("etp_ep", *call) for call in expected_calls(kind, routing, mesh.world.size, etp)
+    ]
     grads = (x_TH.grad, routing.weights_TK.grad)
     return {"y": y_TH.detach(), "x": grads[0], "weights": grads[1]}
 

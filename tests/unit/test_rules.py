@@ -196,6 +196,10 @@ def test_par_03_a_count_for_the_last_stage_is_not_taken_for_the_model() -> None:
             ("--main-params-dtype fp16 does not go with --use-torch-fsdp2",),
         ),
         (
+            "--use-torch-fsdp2 --dry-run-world-size 2 --num-experts 4",
+            ("--use-torch-fsdp2 knows", "(--num-experts 4) have their own", "use --use-megatron-f"),
+        ),
+        (
             "--use-torch-fsdp2 --use-megatron-fsdp",
             ("--use-torch-fsdp2 and --use-megatron-fsdp", "drop one"),
         ),

@@ -100,4 +100,5 @@ def torch_missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(sizes).cumsum(0).to(torch.int32).to(device)
+    ends_E = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return ends_E.to(device, non_blocking=True)  # else the host waits for all that is under way

@@ -63,7 +63,8 @@ def hashed_experts(tokens_T: Tensor, layer: int, num_experts: int, topk: int) ->
         topk: K, at most E.
     """
     steps = [n for n in range(1, num_experts) if math.gcd(n, num_experts) == 1]
-    steps_X = torch.tensor(steps or [1], device=tokens_T.device)
+    # Without waiting for all that the device has under way.
+    steps_X = torch.tensor(steps or [1]).to(tokens_T.device, non_blocking=True)
     zero_T = torch.zeros_like(tokens_T)
     first_T, second_T, *_ = philox.philox(
         (tokens_T & philox.WORD, tokens_T >> 32, zero_T, zero_T), rng.key("hash layer", layer)

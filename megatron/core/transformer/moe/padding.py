@@ -26,7 +26,8 @@ def padded(compute: Compute, limit: int) -> Compute:
     def run(x_NH: Tensor, sizes: Sequence[int]) -> Tensor:
         size = max(limit, *sizes)
         experts = torch.arange(len(sizes), device=x_NH.device)
-        counts = torch.tensor(sizes, device=x_NH.device)
+        # Without waiting for all that the device has under way.
+        counts = torch.tensor(sizes).to(x_NH.device, non_blocking=True)
         expert_N = experts.repeat_interleave(counts, output_size=len(x_NH))
         first_N = (counts.cumsum(0) - counts)[expert_N]
         place_N = expert_N * size + torch.arange(len(x_NH), device=x_NH.device) - first_N

@@ -69,7 +69,8 @@ class Sharers:
         cp, true = self.mesh.cp, positions * shares - filled
         mine_S = partition.positions(true * cp.size, cp.coordinate, cp.size)
         mine_S = torch.cat((mine_S, true * cp.size + torch.arange(filled)))
-        mine_S = self.share(mine_S).to(device)
+        # Without waiting for all that the device has under way.
+        mine_S = self.share(mine_S).to(device, non_blocking=True)
         return (mine_S[:, None] * samples + torch.arange(samples, device=device)).flatten()
 
     def size(self, shape: tuple[int, int], filled: int) -> int:
