@@ -93,8 +93,9 @@ def sharing_lines(config: RunConfig) -> list[str]:
 def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a line with the backend of each op, and why a package's better one was passed over.
 
-    The reasons were found when the model was built; a package is imported for them at most where
-    another backend was asked for by name.
+    So it is with one call for all experts where the model's widths do not fit it. The reasons were
+    found when the model was built; a package is imported for them at most where another backend
+    was asked for by name.
     """
     backends = getattr(model, "backends", None)
     if not isinstance(backends, Backends):  # a program's own model
@@ -104,7 +105,8 @@ def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     for op, chosen in backends.names.items():
         order = list(table.TABLE[op])
         for name in order[: order.index(chosen)]:
-            if name in INSTALL and device.type == "cuda":
+            by_widths = op == "grouped_products" and name in backends.unfit[op]
+            if (name in INSTALL or by_widths) and device.type == "cuda":
                 reason = backends.unfit[op].get(name)
                 reason = reason or table.TABLE[op][name].missing(device, dtype)
                 without.setdefault((name, reason or "another was asked for"), []).append(op)

@@ -15,9 +15,9 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.cross_entropy import cross_entropy as losses_of
 from megatron.core.tensor_parallel.embedding import VocabularyRows
-from megatron.core.transformer.backends import choose_backends
+from megatron.core.transformer.backends import Backends, choose_backends
 from megatron.core.utils import UserError
-from megatron.training import device_choices, idle
+from megatron.training import device_choices, idle, startup
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 
@@ -52,6 +52,14 @@ def run_of(text: str) -> RunConfig:
 
 def names(text: str, device: torch.device = CUDA) -> dict[str, str]:
     return choose_backends(run_of(text).model, device, BF16).names
+
+
+class _With(nn.Module):
+    """As much of a model as its start-up lines read."""
+
+    def __init__(self, backends: Backends) -> None:
+        super().__init__()
+        self.backends = backends
 
 
 CHOICES = {
@@ -148,6 +156,44 @@ def test_norms_too_wide_for_a_kernel_are_torchs(gpu_packages: Any) -> None:
     found = choose_backends(run_of("--hidden-size 16640").model, CUDA, BF16)
     assert found.names["layer_norm"] == found.names["rms_norm"] == "torch"
     assert "--hidden-size 16640" in found.unfit["rms_norm"]["triton"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "cuts", "named"),
+    [
+        ("--hidden-size 16 --moe-ffn-hidden-size 24", 1, ()),
+        ("--hidden-size 16 --moe-ffn-hidden-size 24", 3, ()),
+        ("--hidden-size 16 --moe-ffn-hidden-size 24", 2, ("size 24 / --expert-tensor-parallel",)),
+        ("--hidden-size 12 --moe-ffn-hidden-size 24", 1, ("--hidden-size 12",)),
+        ("--hidden-size 12 --moe-latent-size 8", 1, ()),
+        ("--hidden-size 16 --moe-latent-size 6", 1, ("--moe-latent-size 6",)),
+        # Both shares of a gated unit together are 8 wide, but the second product reads one.
+        (
+            "--hidden-size 12 --moe-ffn-hidden-size 4 --swiglu",
+            1,
+            ("--hidden-size 12", "--moe-ffn-hidden-size 4"),
+        ),
+    ],
+)
+def test_experts_of_odd_widths_are_multiplied_one_by_one(
+    widths: str, cuts: int, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of torch's grouped product in bf16 lie 16 bytes apart, or a multiple of that."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    moe = "--num-experts 2 --moe-grouped-gemm --add-bias-linear"
+    model = run_of(f"{moe} --ffn-hidden-size 32 {widths}").model
+    found = choose_backends(model, CUDA, BF16, cuts)
+    assert found.names["grouped_products"] == ("reference" if named else "torch")
+    if not named:
+        return
+    reasons = found.unfit["grouped_products"]
+    for text in ("multiples of 8", *named):
+        assert text in reasons["torch"]
+    said = next(line for line in startup.kernel_lines(_With(found), CUDA, BF16) if "torch:" in line)
+    assert "grouped_products without torch" in said and named[0] in said
+    with pytest.raises(UserError, match="multiples of 8"):
+        table.choose("grouped_products", "torch", CUDA, BF16, reasons)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
     accumulate    total[e]    += grad[rows of e].T @ x[rows of e]
 
 Rows lie group after group; a group may be empty. The reference multiplies one group after the other
-and takes every dtype. ``torch`` is one call of `torch.nn.functional.grouped_mm`, which has no fp64.
+and takes every dtype. ``torch`` is one call of `torch.nn.functional.grouped_mm`, which has no fp64,
+and whose rows lie a multiple of 16 bytes apart: widths are multiples of `WIDTHS`.
 
 Shapes: N rows, E groups, I inner features, O output features.
 """
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels import matmul
+
+WIDTHS = 8
+"""What widths of torch's grouped product in bf16 are a multiple of."""
 
 
 class GroupedProducts(Protocol):

@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         depths = config.mtp.depths
         self.stage = stage or Stage(range(config.all_layers), num_mtp_layers=depths)
         assert self.stage.num_mtp_layers == (depths if self.stage.is_last else 0), self.stage
-        self.backends = choose_backends(config, mesh.device, dtype)
+        self.backends = choose_backends(config, mesh.device, dtype, mesh.etp.size)
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.saving = Saving(config.recompute, config.offload, mesh)
         around = Surroundings(

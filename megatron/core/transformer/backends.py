@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.kernels import routing, table
 from megatron.core.kernels.attention import AttentionFunction
 from megatron.core.kernels.cross_entropy import Kernels
-from megatron.core.kernels.grouped import LOOP, GroupedProducts
+from megatron.core.kernels.grouped import LOOP, WIDTHS, GroupedProducts
 from megatron.core.kernels.norm import WIDEST_FUSED
 from megatron.core.kernels.permute import REFERENCE, Moves
 from megatron.core.kernels.routing import Routes
@@ -48,14 +48,20 @@ class Backends:
 
 
 def choose_backends(
-    config: TransformerConfig, device: torch.device, dtype: torch.dtype
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype, expert_cuts: int = 1
 ) -> Backends:
     """Return the backends that the config asks for.
+
+    Args:
+        config: of the model.
+        device: where it is.
+        dtype: of its activations.
+        expert_cuts: ways in which the inner width of an expert is cut.
 
     Raises:
         UserError: one that is asked for by name is not there.
     """
-    wanted, unfit = wanted_backends(config), unfit_backends(config)
+    wanted, unfit = wanted_backends(config), unfit_backends(config, expert_cuts)
     names = {}
     for op, backend in wanted.items():
         try:
@@ -134,12 +140,13 @@ def _cross_entropy(config: TransformerConfig) -> str:
     return "auto" if config.fusion.cross_entropy_fusion_impl == "native" else "transformer_engine"
 
 
-def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
+def unfit_backends(config: TransformerConfig, expert_cuts: int = 1) -> dict[str, dict[str, str]]:
     """Return op -> backends that lack what this model asks of the op, with the reason."""
     unfit: dict[str, dict[str, str]] = {
         op: {} for op in ("attention", "layer_norm", "rms_norm", "cross_entropy")
     }
     unfit["routing"] = _unfit_for_routing(config)
+    unfit["grouped_products"] = _unfit_for_experts(config, expert_cuts)
     if config.attention.softmax_type != "vanilla":
         kind = config.attention.softmax_type
         reason = f"it has no extra logit (--softmax-type {kind})"
@@ -176,6 +183,21 @@ def unfit_backends(config: TransformerConfig) -> dict[str, dict[str, str]]:
     )
     unfit["cross_entropy"][passed_over] = reason
     return unfit
+
+
+def _unfit_for_experts(config: TransformerConfig, cuts: int) -> dict[str, str]:
+    if config.moe.num_experts is None or not config.moe.moe_grouped_gemm:
+        return {}
+    latent, inner = config.moe.moe_latent_size, config.moe.moe_ffn_hidden_size
+    outer = "--hidden-size" if latent is None else "--moe-latent-size"
+    share = f"--moe-ffn-hidden-size {inner}"
+    share += f" / --expert-tensor-parallel-size {cuts}" if cuts > 1 else ""
+    # A gated unit's first matrices have two shares, so that they fit where one does.
+    widths = {f"{outer} {config.routed_size}": config.routed_size, share: inner // cuts}
+    odd = [name for name, width in widths.items() if width % WIDTHS]
+    if not odd:
+        return {}
+    return {"torch": f"its widths are multiples of {WIDTHS}, unlike {' and '.join(odd)}"}
 
 
 def _unfit_for_routing(config: TransformerConfig) -> dict[str, str]:
