@@ -215,6 +215,33 @@ def test_experts_alone_in_their_instance_are_summed_once(
     assert found.traffic == moved
 
 
+BUCKETS = f"--use-distributed-optimizer {A2A} --ddp-num-buckets 3"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, f"{EP} 2 {BUCKETS}"),
+        (2, f"{CP} 2 {EP} 2 {BUCKETS} {OVERLAP}"),
+        pytest.param(4, f"{EP} 2 {BUCKETS} {OVERLAP} {INSTANCES}", marks=pytest.mark.slow),
+        pytest.param(4, f"{PP} 2 {EP} 2 {BUCKETS} {OVERLAP}", marks=pytest.mark.slow),
+        pytest.param(4, f"{EP} 4 {BUCKETS} --optimizer muon", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_with_one_replica_gather_no_weights_in_several_buckets(
+    pool: Pool, world: int, layout: str
+) -> None:
+    """Dense layers share the update of each bucket out; experts' buckets are one rank's own."""
+    words = f"{VARIANTS['plain']} --micro-batch-size 1"
+    muon = " --optimizer muon" if "muon" in layout else ""
+    expected, _ = outcome(pool, 1, words + muon)
+    found, moved = outcome(pool, world, f"{words} {layout}")
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+    assert found.traffic == moved
+
+
 MUON = "--optimizer muon --muon-nesterov"
 
 

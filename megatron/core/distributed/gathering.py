@@ -24,7 +24,8 @@ class WeightGather:
     """Gathers the weights of buffers that are whole on every rank, and shared out in an update.
 
     Args:
-        buffers: in order of the model's chunks.
+        buffers: in order of the model's chunks. Those that this rank updates all of, such as those
+            of experts with one replica, have nothing to gather, and one piece for all buckets.
         units: of the model.
         overlap: let the gathers run beside the next forward.
     """
@@ -37,6 +38,7 @@ class WeightGather:
         self._buckets = [
             (buffer, number)
             for buffer in buffers
+            if buffer.shares.axis.size > 1
             for number in reversed(range(len(buffer.plan.buckets)))
         ]
         self._pending: dict[int, comm.Handle] = {}
