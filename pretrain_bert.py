@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.training import arguments
+from megatron.training.own_loaders import refuse_external
 from megatron.training.plan import report as plan_report
 from megatron.training.processes import launch
 
@@ -99,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     place = launch.discover(os.environ)
     run = arguments.parse(argv, PROGRAM, world_size=place.world_size)
+    refuse_external(run.config.data, PROGRAM)
     if run.invocation.dry_run:
         if place.rank == 0:
             print(plan_report.report(run, PROGRAM))

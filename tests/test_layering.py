@@ -44,16 +44,16 @@ ALLOWED = {
 
 
 LINES = (
-    "batch_size devices external failing flags memory process_config recovery_config shell signals "
-    "state timers",
+    "batch_size devices external failing flags memory own_loaders process_config recovery_config "
+    "shell signals state timers",
     "checkpoint_config log_config loop_config",
     "batches config expert_loads replica_check",
     "data garbage health objective processes profiling startup stopping wording",
     "agreement checkpoints data_trace idle_data idle_experts idle_layout layout_rules passes "
     + "records",
     "batch_rules build device_choices evaluation generation idle memory_rules model_rules step "
-    + "nearest_layout overlap_rules upcycling_rules",
-    "planner program rules",
+    + "nearest_layout overlap_rules stored_settings upcycling_rules",
+    "planner program program_defaults rules",
     "arguments trainer",
     "explain plan",
     "memory_use",

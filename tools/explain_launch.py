@@ -243,13 +243,13 @@ def planned(
     words = [*explain.plannable(found), "--dry-run", "--dry-run-world-size", str(world)]
     try:
         run = parse(words, program)
+        # What the flags became stands beside them already.
+        told = {normalise(item.words[0]) for item in found if item.kind == "no effect"}
+        rest = tuple(note for note in run.no_effect if note.split()[0] not in told)
+        shown = dataclasses.replace(run, no_effect=rest, renamed=())
+        plan = plan_report.report(shown, program)
     except UserError as error:
         return explain.blamed(found, str(error)), "", [*problems, f"no plan: {error}"], missing
-    # What the flags became stands beside them already.
-    told = {normalise(item.words[0]) for item in found if item.kind == "no effect"}
-    rest = tuple(note for note in run.no_effect if note.split()[0] not in told)
-    shown = dataclasses.replace(run, no_effect=rest, renamed=())
-    plan = plan_report.report(shown, program)
     problems += explain.differences(run)
     try:
         rules.check_built(run.config)

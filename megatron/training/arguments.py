@@ -17,7 +17,6 @@ from megatron.core import config as configs
 from megatron.core.config import Config, Origin, Spec, option
 from megatron.core.utils import UserError, atomic_path, check_file
 from megatron.training import device_choices, idle, rules
-from megatron.training.checkpoints import settings as checkpoint_args
 from megatron.training.config import RunConfig
 from megatron.training.failing.failure import Failure, describe, end_children, write_error_file
 from megatron.training.flags import flag_status, help_text, verdicts
@@ -32,18 +31,10 @@ from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
 from megatron.training.model_rules import CALLED, ENCODER_DECODER, check_given, check_program
 from megatron.training.processes.startup_error import print_once
+from megatron.training.program_defaults import take_defaults
+from megatron.training.stored_settings import StoredConfig, stored_reader, take_stored
 
 C = TypeVar("C", bound=Config)
-StoredConfig = Callable[[str, int | None], Mapping[str, Any] | None]
-
-# Megatron's entry points each have a tokenizer of their own by default.
-PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "pretrain_gpt": {"tokenizer_type": "GPT2BPETokenizer"},
-    "pretrain_bert": {"tokenizer_type": "BertWordPieceLowerCase", "masked_words": True},
-    ENCODER_DECODER: {"tokenizer_type": "BertWordPieceLowerCase"},
-}
-
-
 LARGEST_LOCAL_RANK = 65_535
 """No machine runs more processes of one job."""
 
@@ -154,10 +145,11 @@ def parse(
     if world_size is not None and (is_launched or not plans):
         values["world_size"] = world_size
         origins["world_size"] = "derived"
-    reports = _take_stored(values, origins, stored_config or _reader(values))
+    reader = stored_config or stored_reader(values)
+    reports = take_stored(values, origins, reader, program if planner is None else None)
     no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
     is_pair = planner is not None and values.get("decoder_seq_length") is not None
-    _take_defaults(values, origins, ENCODER_DECODER if is_pair else program)
+    take_defaults(values, origins, ENCODER_DECODER if is_pair else program)
     if planner is None:
         check_given(values, program)
     config, flat, derived = _resolve(RunConfig, values, CALLED.get(program))
@@ -203,7 +195,7 @@ def read_settings(argv: Sequence[str], tool: str) -> Settings:
     """
     table = {**flag_status.load(), **_no_dry_run(tool)}
     parsed, values, origins = _read(argv, RunConfig, tool, ("config",), table, plans=True)
-    lines = _take_stored(values, origins, _reader(values))
+    lines = take_stored(values, origins, stored_reader(values))
     lines += [f"not built yet, left out: {text}" for text in parsed.applied.left_out]
     lines += [f"without effect: {text}" for text in _idle_groups(values, origins)]
     return Settings(values, origins, lines)
@@ -417,14 +409,6 @@ def _origins(
     return {name: "derived" if name in derived else given.get(name, "default") for name in flat}
 
 
-def _take_defaults(values: dict[str, Any], origins: dict[str, Origin], program: str) -> None:
-    """Add what an entry point has of its own for what nobody gave."""
-    for name, value in PROGRAM_DEFAULTS.get(program, {}).items():
-        if values.get(name) is None:
-            values[name] = value
-            origins.setdefault(name, "default")
-
-
 def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[str]:
     """Set aside a number of query groups without the switch that makes it count in Megatron-LM."""
     groups = values.get("num_query_groups")
@@ -434,65 +418,6 @@ def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[
         return []
     del values["num_query_groups"]
     return [f"--num-query-groups {groups} (no --group-query-attention)"]
-
-
-def _take_stored(
-    values: dict[str, Any], origins: dict[str, Origin], reader: StoredConfig
-) -> list[str]:
-    """Add what a checkpoint stores, if it is asked for; return what there is to say of it."""
-    if not values.get("use_checkpoint_args"):
-        return _keep_objective(values, origins, reader)
-    stored = _stored(values, reader)
-    if stored is None:
-        return ["warning: --use-checkpoint-args: there is no checkpoint to take them from"]
-    if "num_layers" not in stored:
-        named = values.get("load") or values.get("pretrained_checkpoint")
-        raise UserError(
-            f"--use-checkpoint-args: the checkpoint in {named} has stored no settings of its "
-            "model; leave the flag out and give the model by its flags"
-        )
-    reports = checkpoint_args.merge(values, origins, stored)
-    if values.get("use_mp_args_from_checkpoint_args"):
-        reports += checkpoint_args.take_layout(values, origins, stored)
-    return reports
-
-
-def _keep_objective(
-    values: dict[str, Any], origins: dict[str, Origin], reader: StoredConfig
-) -> list[str]:
-    """Let a run of Megatron-LM's that goes on keep its objective."""
-    load = values.get("load")
-    if "calculate_per_token_loss" in values or not load or values.get("finetune"):
-        return []
-    if not checkpoint_args.is_megatrons(load):
-        return []
-    stored = reader(load, values.get("ckpt_step"))
-    return checkpoint_args.keep_objective(values, origins, stored or {})
-
-
-def _stored(values: Mapping[str, Any], reader: StoredConfig) -> Mapping[str, Any] | None:
-    """Return the config stored where the run will load from, None if it starts from scratch."""
-    load, pretrained = values.get("load"), values.get("pretrained_checkpoint")
-    if not (load or pretrained):
-        raise UserError("--use-checkpoint-args needs --load or --pretrained-checkpoint")
-    step = values.get("ckpt_step")
-    stored = reader(load, step) if load else None
-    if stored is None and pretrained:
-        return reader(pretrained, None if load else step)
-    return stored
-
-
-def _reader(values: Mapping[str, Any]) -> StoredConfig:
-    """Return what reads the config of the run that wrote a checkpoint, wherever this one saves."""
-    apart = values.get("non_persistent_global_ckpt_dir")
-
-    def read(folder: str, step: int | None) -> Mapping[str, Any] | None:
-        # torch, only where it is needed
-        from megatron.training.checkpoints.source import stored_config
-
-        return stored_config(folder, step, apart=apart if folder == values.get("load") else None)
-
-    return read
 
 
 def _write(path: str, program: str, flat: Mapping[str, Any], origins: Mapping[str, Origin]) -> None:

@@ -11,8 +11,9 @@ from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.plan import positions
 from megatron.core.datasets.sources import read_sources
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.utils import Say, UserError
+from megatron.core.utils import Say
 from megatron.training.config import RunConfig
+from megatron.training.own_loaders import refuse_external
 
 if TYPE_CHECKING:  # a dry run asks for sizes without importing torch
     from megatron.training.batches import Samples
@@ -88,11 +89,7 @@ def data_sets(
     Raises:
         UserError: loaders are asked for, which a program has to bring; or as for the builder.
     """
-    if config.data.dataloader_type == "external":
-        raise UserError(
-            f"--dataloader-type external: {program}.py brings no loaders of its own; copy it and "
-            "let build_datasets return them, as megatron/training/external.py says"
-        )
+    refuse_external(config.data, program)
     info, seed = TokenInfo.of(tokenizer), config.training.seed
     return build_datasets(config.data, wanted, info, seed, policy, say=say)
 

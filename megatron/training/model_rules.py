@@ -1,9 +1,10 @@
-"""Rules of a model's sizes: what its layers and positions need of each other."""
+"""Rules of a model's sizes: what layers, positions and samples need of each other."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config import as_words
+from megatron.core.datasets.noise_shape import check_random_spans
 from megatron.core.utils import UserError, divisors
 from megatron.training.config import RunConfig
 from megatron.training.layout_rules import Origins, Rule
@@ -119,6 +120,17 @@ def samples_are_the_models(config: RunConfig, origins: Origins) -> None:
         )
 
 
+def random_spans_fit(config: RunConfig, origins: Origins) -> None:
+    """Texts with random spans fit encoder and decoder, and have a sentinel for each span.
+
+    Those that --vocab-extra-ids asks for are there before the tokenizer is looked at.
+    """
+    data = config.data
+    ours = data.dataloader_type != "external" and data.t5.decoder_seq_length is not None
+    if ours and data.t5.span_corruption == "random_spans":
+        check_random_spans(data, config.tokenizer.vocab_extra_ids or None)
+
+
 def check_given(values: Mapping[str, Any], program: str) -> None:
     """Refuse settings that do not make samples for an encoder-decoder, of a program that trains it.
 
@@ -161,6 +173,7 @@ def check_program(config: RunConfig, program: str) -> None:
 
 MODEL_RULES: tuple[Rule, ...] = (
     samples_are_the_models,
+    random_spans_fit,
     heads_fill_the_hidden_size,
     rotated_channels_are_pairs,
     positions_reach_the_sequence,

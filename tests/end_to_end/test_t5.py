@@ -1,5 +1,6 @@
 """Runs of pretrain_t5.py: resumes, other layouts, fp16, what its checkpoints are refused for."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_half_precision_finds_its_loss_scale(pool: Pool, tmp_path: Path) -> None
     assert len(rows) == 6 and scales == sorted(scales, reverse=True)
     assert scales[-1] < 2**23, "too large a scale is found to be so, and halved"
     assert rows[-1]["grad_norm"] is not None
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt", "pretrain_bert"])
+def test_another_program_says_whose_checkpoint_it_is(
+    pool: Pool, straight: Path, tmp_path: Path, program: str
+) -> None:
+    (tmp_path / "vocab.txt").write_text((straight / "vocab.txt").read_text())
+    words = COMMON.replace("--encoder-seq-length 24 --decoder-seq-length 12", "--seq-length 24")
+    words = words.replace("--position-embedding-type relative", "").replace("--relative-", "--old-")
+    words = re.sub(r"--old-attention-\S+ \d+", "", words) + f" --load {straight / 'saved'} --fp64"
+    with pytest.raises(Exception, match=f"is of pretrain_t5.py, .* this run is of {program}.py"):
+        launch(pool, 1, program, *words.split(), folder=tmp_path)
 
 
 def test_no_export_is_made_yet(pool: Pool, straight: Path, tmp_path: Path) -> None:

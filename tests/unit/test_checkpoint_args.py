@@ -1,12 +1,16 @@
 """--use-checkpoint-args: what the checkpoint decides and what a flag may change."""
 
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.core.utils import UserError
 from megatron.training.arguments import ParsedRun, parse
-from megatron.training.checkpoints import source
+from megatron.training.checkpoints import settings, source
+from megatron.training.checkpoints.programs import program_of
 from megatron.training.config import RunConfig
 
 RUN = "--seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
@@ -117,6 +121,26 @@ def test_the_folder_and_the_iteration_are_passed_on() -> None:
 
     parse(f"{RUN} --load here --ckpt-step 7 --use-checkpoint-args".split(), stored_config=reader)
     assert asked == [("here", 7)]
+
+
+def test_the_checkpoint_of_another_program_is_named() -> None:
+    """T5's, BERT's and GPT's models take nothing of one another's settings."""
+    more = {"pretrain_gpt": "", "pretrain_bert": "", "pretrain_t5": "--decoder-seq-length 8"}
+    configs = {}
+    for program, words in more.items():
+        run = parse(f"{RUN} {MODEL} --vocab-size 50 {words}".split(), program)
+        configs[program] = json.loads(json.dumps(run.config.flatten()))
+    for theirs, mine in itertools.permutations(more, 2):
+        words = f"{RUN} {more[mine]} --load here --use-checkpoint-args --dry-run"
+        with pytest.raises(UserError) as error:
+            parse(words.split(), mine, stored_config=lambda *_, one=theirs: configs[one])
+        assert f"in here is of {theirs}.py, which trains" in str(error.value)
+        assert f"load a checkpoint of {mine}.py, or run {theirs}.py" in str(error.value)
+        said = settings.explain(configs[theirs], configs[mine], Path("here"), upcycles=False)
+        assert said.startswith(f"here is of {theirs}.py") and said.endswith(f"run {theirs}.py\n")
+        with pytest.raises(UserError, match=f"here is of {theirs}.py"):
+            settings.check_model(configs[theirs], configs[mine], Path("here"))
+    assert program_of({"num_layers": 3}) is None, "settings made elsewhere do not say"
 
 
 def test_a_folder_is_needed() -> None:

@@ -124,7 +124,9 @@ def test_streaming_sees_every_token_in_order() -> None:
 
 def test_learned_positions_limit_the_text() -> None:
     model = build(max_position_embeddings=8)
-    with pytest.raises(UserError, match="--max-position-embeddings.*at most 4 new tokens"):
+    with pytest.raises(
+        UserError, match=r"5 tokens\) and --num-tokens-to-generate \(5\) .*, 8 .*at most 4 new"
+    ):
         generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=5)
     assert len(generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=4)[0].tokens) == 4
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.draws import generator
+from megatron.core.datasets.noise_shape import NoiseShape
 from megatron.core.datasets.span_corruption import (
     NgramLimits,
-    NoiseShape,
     corrupted,
     ngram_spans,
     random_spans,

@@ -114,8 +114,12 @@ def test_a_masked_token_is_right_at_its_own_place() -> None:
         ([], 3, "nothing to generate"),
         ([[]], 3, "prompt 0 has no tokens"),
         ([[40]], 3, "prompt 0 has token 40"),
-        ([[1] * 17], 3, r"17 tokens.*16 positions"),
-        ([[1]], 17, "16 positions"),
+        (
+            [[1], [1] * 17],
+            3,
+            r"prompt 1 has 17 tokens, .* encoder .* 16 \(--max-position-embeddings .* to 16",
+        ),
+        ([[1]], 17, r"--num-tokens-to-generate \(17\) .* decoder .* positions, 16 .* at most 16"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(

@@ -18,6 +18,7 @@ SMALL = (
     "--decoder-seq-length 12 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data "
     "--vocab-size 100"
 )
+BERT = SMALL.replace("--decoder-seq-length 12", "").replace("--encoder-seq", "--seq")
 FOUR = "--dry-run-world-size 4"
 RELATIVE = "--position-embedding-type relative"
 CHOICES = [
@@ -163,11 +164,34 @@ def test_heads_need_not_fill_the_hidden_size() -> None:
         (f"{RELATIVE} --relative-attention-num-buckets 7", "must be even"),
         (f"{RELATIVE} --relative-attention-max-distance 16", "must be above half"),
         ("--max-position-embeddings 31", "--seq-length (32)"),
+        ("--encoder-pipeline-model-parallel-size 1", "--pipeline-model-parallel-split-rank"),
+        ("--encoder-tensor-model-parallel-size 2", "--tensor-model-parallel-size is of both"),
         ("--decoder-seq-length 40 --max-position-embeddings 32", "--decoder-seq-length (40)"),
     ],
 )
 def test_refusals(text: str, words: str) -> None:
     assert words in refused(text)
+
+
+def test_files_say_which_tokenizer_is_meant() -> None:
+    """BERT's word pieces for a vocabulary in lines; a pair is GPT-2's; others need a type."""
+
+    def kind(text: str, program: str = "pretrain_t5") -> str | None:
+        base = SMALL if program == "pretrain_t5" else BERT
+        return parsed(text, base, program).config.tokenizer.tokenizer_type
+
+    for program in ("pretrain_t5", "pretrain_bert"):
+        base = SMALL if program == "pretrain_t5" else BERT
+        for text in ("", "--vocab-file v.txt", "--vocab-file bert-vocab"):
+            assert kind(text, program) == "BertWordPieceLowerCase"
+        assert kind("--vocab-file v.json --merge-file m.txt", program) == "GPT2BPETokenizer"
+        said = refused("--vocab-file v.json", base, program)
+        for part in ("--vocab-file v.json alone", "--merge-file", "--tokenizer-model v.json"):
+            assert part in said
+        said = refused("--tokenizer-model spiece.model", base, program)
+        assert "without --tokenizer-type" in said and "SentencePieceTokenizer" in said
+        named = "--tokenizer-type BertWordPieceCase --vocab-file odd.json"
+        assert kind(named, program) == "BertWordPieceCase"
 
 
 def test_programs_are_told_apart() -> None:

@@ -91,6 +91,9 @@ def special_ids(config: DataConfig, info: TokenInfo, say: Say) -> tuple[int, int
         raise UserError(
             f"masked words need the tokens {', '.join(NEEDED.values())}, but the "
             f"{info.tokenizer.kind} has no {' and no '.join(missing)}; give a tokenizer that has "
-            "them, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
+            "them: BertWordPieceLowerCase or BertWordPieceCase with BERT's --vocab-file vocab.txt, "
+            "a HuggingFaceTokenizer trained with tools/train_tokenizer.py --special-tokens '[CLS]' "
+            "'[SEP]' '[MASK]', or a SentencePieceTokenizer with --tokenizer-sentencepiece-legacy, "
+            "which adds them; prepare the data with the same tokenizer"
         )
     return special.cls, special.sep, special.mask

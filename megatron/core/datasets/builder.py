@@ -101,6 +101,20 @@ def build_datasets(
     )
 
 
+def check_samples(config: DataConfig, info: TokenInfo, say: Say = silent) -> None:
+    """Refuse a tokenizer that samples cannot be made with, without looking at any data.
+
+    Args:
+        config: the data flags.
+        info: the tokenizer's part.
+        say: told what is odd.
+
+    Raises:
+        UserError: as `build_datasets`, of the tokenizer and of lengths.
+    """
+    CorpusBuilder(config, info, 0, BuildPolicy(build=False), say=say)
+
+
 def _no_source(config: DataConfig, split: Split, asked: int | None) -> UserError:
     if config.split_applies:
         return UserError(

@@ -17,10 +17,11 @@ from megatron.core.datasets.blended import BlendedDataset, Dataset
 from megatron.core.datasets.builder import Sizes
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.indexed import idx_path, read_index
+from megatron.core.datasets.noise_shape import noise_shape
 from megatron.core.datasets.source import FEW_MOCK_ROWS, MOCK_LONGEST, MOCK_ROWS
-from megatron.core.datasets.sources import SplitSource, read_sources
+from megatron.core.datasets.sources import SplitSource, empty_split, read_sources
 from megatron.core.datasets.split import SPLITS, Split, rows_of
-from megatron.core.datasets.t5_corpus import FREE_PLACES, noise_shape
+from megatron.core.datasets.t5_corpus import FREE_PLACES
 from megatron.core.utils import human_count
 
 
@@ -53,6 +54,8 @@ class SourceRow:
     """Of the split's samples."""
     epochs: float | None
     """Passes over its tokens that these samples make; 0 for an empty corpus."""
+    refusal: str | None = None
+    """Why no run can draw from it."""
 
     def line(self) -> str:
         """Return the row as one line of text."""
@@ -100,11 +103,18 @@ def _describe_split(
     drawn = _drawn(config, source, asked, counts)
     known = [samples for samples in drawn if samples is not None]
     total = sum(known) if len(known) == len(drawn) else 0
+    # A corpus that is mixed in by its size, of which there is none, is left out.
+    alone = source.split == "valid" and config.multiple_validation_sets
+    by_size = source.blend is not None and source.blend.weights is None and len(prefixes) > 1
+    is_left_out = by_size and not alone and any(count and count.tokens for count in counts)
     rows = []
     for prefix, count, samples in zip(prefixes, counts, drawn, strict=True):
         epochs = None
         if count is not None and samples is not None:
             epochs = samples / count.samples if count.samples else 0.0
+        refusal = None
+        if count is not None and not count.tokens and not is_left_out:
+            refusal = str(empty_split(source, prefix, config, count.taken, asked))
         rows.append(
             SourceRow(
                 split=source.split,
@@ -115,6 +125,7 @@ def _describe_split(
                 samples=samples,
                 share=samples / total if samples is not None and total else None,
                 epochs=epochs,
+                refusal=refusal,
             )
         )
     return rows
@@ -148,6 +159,8 @@ class _Pass:
     tokens: int
     samples: float
     whole_samples: int
+    taken: str
+    """Of how many rows, in words."""
 
 
 def _count(config: DataConfig, prefix: str, source: SplitSource, lengths: Lengths) -> _Pass | None:
@@ -162,12 +175,15 @@ def _count(config: DataConfig, prefix: str, source: SplitSource, lengths: Length
     start, end = rows_of(source.share, len(found.lengths))
     mine = found.lengths[start:end].astype(np.int64)
     tokens = int(mine.sum(dtype=np.int64))
+    unit = "documents" if is_masked else "sequences"
+    taken = f"{end - start} of {len(found.lengths)} {unit}"
     if not is_masked:
         whole = max(0, tokens - 1) // config.seq_length
-        return _Pass(end - start, tokens, tokens / config.seq_length, whole)
+        return _Pass(end - start, tokens, tokens / config.seq_length, whole, taken)
     if not is_alone and config.t5.span_corruption == "random_spans":
         text = noise_shape(config).longest_text(config.seq_length)
-        return _Pass(end - start, tokens, tokens / max(1, text), tokens // max(1, text))
+        whole = tokens // max(1, text)
+        return _Pass(end - start, tokens, tokens / max(1, text), whole, taken)
     # About: where samples end follows from sentences and draws. The end of a document goes with
     # the sample before if it is a sentence, and is a sample where a long sequence is cut.
     room = text_room(config) if is_alone else config.seq_length - FREE_PLACES
@@ -176,7 +192,7 @@ def _count(config: DataConfig, prefix: str, source: SplitSource, lengths: Length
         full //= 2  # a sample has two parts, and a long sequence is cut to parts of its length
         mine = np.where(full > 0, mine, 0)
     samples = int(np.maximum(full, mine > 0).sum())
-    return _Pass(end - start, tokens, samples, samples)
+    return _Pass(end - start, tokens, samples, samples, taken)
 
 
 def _rows(prefix: str, source: SplitSource, is_masked: bool) -> _Rows | None:

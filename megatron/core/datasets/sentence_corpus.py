@@ -18,10 +18,9 @@ from megatron.core.datasets.masked_samples import (
     build_masked_index,
 )
 from megatron.core.datasets.source import TokenSource
-from megatron.core.datasets.sources import SplitSource, samples_asked
+from megatron.core.datasets.sources import SplitSource, empty_split
 from megatron.core.datasets.split import rows_of
 from megatron.core.datasets.token_info import TokenInfo
-from megatron.core.utils import UserError
 
 INDEX_NAMES = ("sample_index", "epoch_index")
 
@@ -64,7 +63,8 @@ class SentenceBuilder:
         pieces = Pieces(tokens.sequence_lengths, room)
         first, last = pieces.first(bounds[[0, -1]]).tolist()
         if first == last:
-            raise self._empty(source, tokens, len(bounds) - 1, asked)
+            taken = f"{len(bounds) - 1} of {len(tokens.documents) - 1} documents"
+            raise empty_split(source, tokens.name, self._config, taken, asked)
         short = self._config.masking.short_seq_prob
         kind = joining.kind if tokens.prefix is not None else f"Mock{joining.kind}"
         key = KeyFacts(self._config, self._info, self._seed, kind, room)
@@ -108,17 +108,6 @@ class SentenceBuilder:
         """Return the bounds of a split's documents, as numbers of rows."""
         start, end = rows_of(source.share, len(tokens.documents) - 1)
         return tokens.documents[start : end + 1]
-
-    def _empty(
-        self, source: SplitSource, tokens: TokenSource, count: int, asked: int | None
-    ) -> UserError:
-        how = f"--split {self._config.split} gives it " if source.shared else "it has "
-        return UserError(
-            f"the {source.split} split of {tokens.name} is empty: {how}{count} of "
-            f"{len(tokens.documents) - 1} documents and no tokens, but {samples_asked(asked)} "
-            "asked of it; give the split a larger share, or ask nothing of it (--eval-iters 0 for "
-            "validation and test)"
-        )
 
 
 def content_mark(lengths: npt.NDArray[Any], documents: npt.NDArray[np.int64]) -> dict[str, Any]:

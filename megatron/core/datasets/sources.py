@@ -48,6 +48,26 @@ def samples_asked(asked: int | None) -> str:
     return "one pass is" if asked is None else f"{asked} samples are"
 
 
+def empty_split(
+    source: SplitSource, name: str, config: DataConfig, rows: str, asked: int | None
+) -> UserError:
+    """Return what refuses a split of a corpus that has no tokens.
+
+    Args:
+        source: the split.
+        name: of the corpus.
+        config: the data flags.
+        rows: what the split takes of the corpus, as in ``0 of 20 documents``.
+        asked: samples asked of it; None for one pass.
+    """
+    how = f"--split {config.split} gives it " if source.shared else "it has "
+    return UserError(
+        f"the {source.split} split of {name} is empty: {how}{rows} and no tokens, but "
+        f"{samples_asked(asked)} asked of it; give the split a larger share, or ask nothing of it "
+        "(--eval-iters 0 for validation and test)"
+    )
+
+
 def read_sources(config: DataConfig) -> dict[Split, SplitSource | None]:
     """Return the source of every split; None for a split without data.
 

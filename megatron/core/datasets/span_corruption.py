@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.noise_shape import NoiseShape
+
 Tokens = npt.NDArray[np.int64]
 Spans = npt.NDArray[np.int64]
 """[K, 2]: start and end of each span, in order of their places and apart or adjacent."""
@@ -99,37 +101,6 @@ def longest_run(ends: npt.NDArray[np.int64], word: int, ngram: int, limit: float
             return int(ends[last])
         last -= 1
     return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoiseShape:
-    """How much noise there is, and in spans of which mean length."""
-
-    density: float
-    mean_span_length: float
-
-    def counts(self, length: int) -> tuple[int, int]:
-        """Return (noise tokens, spans) of a text of ``length`` tokens, at least two.
-
-        At least one token is noise and one stays; there are no more spans than either.
-        """
-        noise = min(max(round(length * self.density), 1), length - 1)
-        spans = max(round(noise / self.mean_span_length), 1)
-        return noise, min(spans, noise, length - noise)
-
-    def lengths(self, length: int) -> tuple[int, int]:
-        """Return the tokens (of encoder, of target) made of a text, each with its end token."""
-        noise, spans = self.counts(length)
-        return length - noise + spans + 1, noise + spans + 1
-
-    def longest_text(self, encoder_length: int) -> int:
-        """Return the longest text whose encoder tokens fit: 568 for T5's 512; 0 if none does."""
-        text = 2
-        if self.lengths(text)[0] > encoder_length:
-            return 0
-        while self.lengths(text + 1)[0] <= encoder_length:
-            text += 1
-        return text
 
 
 def random_spans(length: int, shape: NoiseShape, random: np.random.RandomState) -> Spans:

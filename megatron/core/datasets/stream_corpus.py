@@ -16,7 +16,7 @@ from megatron.core.datasets.samples import (
     plan_samples,
 )
 from megatron.core.datasets.source import TokenSource
-from megatron.core.datasets.sources import SplitSource, samples_asked
+from megatron.core.datasets.sources import SplitSource, empty_split
 from megatron.core.datasets.split import rows_of
 from megatron.core.datasets.token_info import TokenInfo
 from megatron.core.utils import Say, UserError
@@ -136,12 +136,8 @@ class StreamBuilder:
         total = len(tokens.sequence_lengths)
         what = f"the {source.split} split of {tokens.name}"
         if count == 0:
-            how = f"--split {split} gives it " if source.shared else "it has "
-            raise UserError(
-                f"{what} is empty: {how}{rows[1] - rows[0]} of {total} {tokens.row_name}s and no "
-                f"tokens, but {samples_asked(asked)} asked of it; give the split a larger share, "
-                "or ask nothing of it (--eval-iters 0 for validation and test)"
-            )
+            taken = f"{rows[1] - rows[0]} of {total} {tokens.row_name}s"
+            raise empty_split(source, tokens.name, self._config, taken, asked)
         if count >= need:
             return
         whole = int(tokens.sequence_lengths.sum(dtype=np.int64))

@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from megatron.core.datasets.draws import generator
 from megatron.core.datasets.gpt import Place, Sample, check_ids
+from megatron.core.datasets.noise_shape import NoiseShape
 from megatron.core.datasets.source import TokenSource
 from megatron.core.datasets.span_corruption import (
     NgramLimits,
-    NoiseShape,
     Spans,
     Tokens,
     corrupted,

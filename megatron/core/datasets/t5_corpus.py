@@ -6,10 +6,11 @@ from typing import Protocol
 from megatron.core.datasets.cache import IndexStore
 from megatron.core.datasets.config import DataConfig
 from megatron.core.datasets.gpt import GPTDataset, SampleOptions
+from megatron.core.datasets.noise_shape import check_random_spans, noise_shape
 from megatron.core.datasets.sentence_corpus import Joining, SentenceBuilder
 from megatron.core.datasets.source import FEW_MOCK_ROWS, MockSource, TokenSource, by_document
 from megatron.core.datasets.sources import SplitSource
-from megatron.core.datasets.span_corruption import GEOMETRIC, NgramLimits, NoiseShape
+from megatron.core.datasets.span_corruption import GEOMETRIC, NgramLimits
 from megatron.core.datasets.stream_corpus import Cut, StreamBuilder
 from megatron.core.datasets.t5 import NgramMasking, RandomMasking, T5Dataset, T5Options
 from megatron.core.datasets.token_info import TokenInfo
@@ -73,7 +74,8 @@ def t5_options(config: DataConfig, info: TokenInfo) -> T5Options:
     if not special.sentinels:
         raise UserError(
             f"span corruption needs sentinel tokens, but the {kind} has none (<extra_id_0>, "
-            "<extra_id_1>, ...); add them with --vocab-extra-ids 100"
+            "<extra_id_1>, ...); --vocab-extra-ids 100 adds them, to any tokenizer but "
+            "NullTokenizer and TikTokenizer"
         )
     if special.eos is None:
         raise UserError(
@@ -100,12 +102,6 @@ def t5_options(config: DataConfig, info: TokenInfo) -> T5Options:
         sentinels=special.sentinels,
         encoder_ends=config.t5.span_corruption == "random_spans",
     )
-
-
-def noise_shape(config: DataConfig) -> NoiseShape:
-    """Return how much noise random spans make, and in spans of which length."""
-    density, mean = config.masking.mask_prob, config.t5.mean_noise_span_length
-    return NoiseShape(density=density, mean_span_length=mean)
 
 
 class NgramMaker:
@@ -186,7 +182,7 @@ class StreamMaker:
     ) -> None:
         shape = noise_shape(config)
         length = shape.longest_text(options.encoder_seq_length)
-        _check_random_spans(shape, length, options)
+        check_random_spans(config, len(options.sentinels))
         self._masking = RandomMasking(shape=shape, seed=seed)
         self._options = options
         self._text_options = SampleOptions(
@@ -215,29 +211,3 @@ class StreamMaker:
     def shortfall(self, source: SplitSource, tokens: TokenSource) -> str | None:
         """Return what a split has, if one pass over it yields no sample."""
         return self._builder.shortfall(source, by_document(tokens))
-
-
-def _check_random_spans(shape: NoiseShape, length: int, options: T5Options) -> None:
-    """Refuse lengths and numbers of sentinels that samples do not fit."""
-    if not length:
-        raise UserError(
-            f"--encoder-seq-length ({options.encoder_seq_length}) is too short for a text of two "
-            "tokens with --span-corruption random_spans; raise it"
-        )
-    _, targets = shape.lengths(length)
-    _, spans = shape.counts(length)
-    how = (
-        f"--encoder-seq-length {options.encoder_seq_length}, --mask-prob {shape.density} and "
-        f"--mean-noise-span-length {shape.mean_span_length} make texts of {length} tokens with "
-        f"{spans} spans"
-    )
-    if targets > options.decoder_seq_length:
-        raise UserError(
-            f"--decoder-seq-length ({options.decoder_seq_length}) is too short: {how}, whose "
-            f"targets are of {targets} tokens; give at least that"
-        )
-    if spans > len(options.sentinels):
-        raise UserError(
-            f"the tokenizer has {len(options.sentinels)} sentinel tokens, but {how}; give "
-            f"--vocab-extra-ids at least {spans}"
-        )

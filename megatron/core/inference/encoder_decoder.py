@@ -171,11 +171,19 @@ def _check(model: T5Model, prompts: Sequence[Sequence[int]], max_new_tokens: int
             raise UserError(
                 f"prompt {number} has token {wrong[0]}; the model knows 0 to {model.vocab_size - 1}"
             )
-    position, longest = model.config.position, max(*map(len, prompts), max_new_tokens)
+    position = model.config.position
     limit = position.max_position_embeddings
-    if position.position_embedding_type == "learned_absolute" and longest > limit:
+    if position.position_embedding_type != "learned_absolute":
+        return
+    learned = f"learned positions, {limit} (--max-position-embeddings of its training)"
+    longest = max(range(len(prompts)), key=lambda number: len(prompts[number]))
+    if len(prompts[longest]) > limit:
         raise UserError(
-            f"the longest prompt ({max(map(len, prompts))} tokens) or the {max_new_tokens} new "
-            f"tokens exceed the model's {limit} positions (--max-position-embeddings); give "
-            "shorter prompts, or ask for fewer tokens"
+            f"prompt {longest} has {len(prompts[longest])} tokens, more than the encoder has "
+            f"{learned}; shorten it to {limit} tokens"
+        )
+    if max_new_tokens > limit:
+        raise UserError(
+            f"--num-tokens-to-generate ({max_new_tokens}) is more than the decoder has {learned}; "
+            f"give at most {limit}"
         )

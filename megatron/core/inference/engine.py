@@ -178,8 +178,15 @@ def _check(model: GPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: in
     limit = position.max_position_embeddings
     # The last token generated is never read, so it needs no position.
     if position.position_embedding_type == "learned_absolute" and longest - 1 > limit:
+        length = longest - max_new_tokens
+        room = limit + 1 - length
+        way = (
+            f"ask for at most {room} new tokens"
+            if room > 0
+            else f"shorten the prompt to {limit} tokens"
+        )
         raise UserError(
-            f"the longest prompt ({longest - max_new_tokens} tokens) and {max_new_tokens} new "
-            f"tokens exceed the model's {limit} positions (--max-position-embeddings); "
-            f"ask for at most {max(0, limit + 1 - longest + max_new_tokens)} new tokens"
+            f"the longest prompt ({length} tokens) and --num-tokens-to-generate "
+            f"({max_new_tokens}) are more than the model has learned positions, {limit} "
+            f"(--max-position-embeddings of its training); {way}"
         )

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute_config import RecomputeConfig
 from megatron.core.utils import Say, UserError
+from megatron.training.checkpoints.programs import other_program, program_of
 from megatron.training.checkpoints.settings_meaning import BALANCING, same
 from megatron.training.config import RunConfig
 
@@ -116,7 +117,10 @@ def check_model(
     changed = _changed(stored, config)
     if not changed:
         return
+    other = other_program(stored, program_of(config), folder)
     message = f"{folder} is of another model: {'; '.join(changed.values())}"
+    if warn is None and other:
+        raise UserError(other)
     if warn is None:
         raise UserError(
             f"{message}. Give the checkpoint's settings (--use-checkpoint-args takes them from "
@@ -140,6 +144,9 @@ def explain(
     changed = {name: text for name, text in _changed(stored, config).items() if name not in own}
     if not changed:
         return ""
+    other = other_program(stored, program_of(config), folder)
+    if other:
+        return f"{other}\n"
     way_out = "give the checkpoint's settings, or load a checkpoint of this model"
     if "num_experts" in changed and stored["num_experts"] is None:
         way_out += ", or add --moe-use-upcycling, which makes experts of dense MLPs"

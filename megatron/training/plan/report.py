@@ -1,26 +1,28 @@
 """``--dry-run``: the plan of a run as text, from configs alone.
 
 Nothing here touches a device. Of the data, index files are read where they exist, to tell epochs;
-the tokenizer is loaded where its files exist, to tell the vocabulary.
+the tokenizer is loaded where its files exist, to tell the vocabulary, and whether it can make the
+samples.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from megatron.core.optimizer import groups
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.tokenizers.config import TokenizerConfig
-from megatron.core.tokenizers.vocabulary import resolve_vocabulary
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.utils import UserError, human_count
 from megatron.training.arguments import ParsedRun
 from megatron.training.config import RunConfig
 from megatron.training.plan import memory_text, operations, parameter_shapes, traffic
 from megatron.training.plan import pipeline as pipeline_plan
+from megatron.training.plan.vocabulary import (
+    PlannedVocabulary,
+    load_tokenizer,
+    plan_vocabulary,
+    tokenizer_notes,
+)
 
 GIB = 2**30
-GPT2_IDS = 50257
-BERT_IDS = {"BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
-"""Pieces of the vocabularies that BERT was published with."""
 CURVE_POINTS = 5
 MOST_STAGES = 16
 """Stages whose layers are listed although all have equally many."""
@@ -48,26 +50,23 @@ MOST_SIZES = 20
 """Steps of a batch-size ramp that are shown."""
 
 
-@dataclass(frozen=True)
-class PlannedVocabulary:
-    """The vocabulary's rows, and how they are known."""
-
-    rows: int
-    padded_rows: int
-    source: str
-
-
 def report(run: ParsedRun[RunConfig], program: str) -> str:
-    """Return the whole plan."""
+    """Return the whole plan.
+
+    Raises:
+        UserError: the tokenizer is there, and no samples can be made with it.
+    """
     config = run.config
-    vocabulary = plan_vocabulary(config.tokenizer, config.parallel.tensor_model_parallel_size)
+    tokenizer = load_tokenizer(config.tokenizer)
+    tensor_parallel = config.parallel.tensor_model_parallel_size
+    vocabulary = plan_vocabulary(config.tokenizer, tokenizer, tensor_parallel)
     memory = "memory per rank" if config.placement.num_ranks == 1 else "memory by pipeline rank"
     sections = {
         "layout": _layout(config),
         "pipeline": _pipeline(config),
         "parameters": _parameters(config, vocabulary),
         "batches": _batches(config),
-        "data": _data(config),
+        "data": _data(config, tokenizer),
         "learning rate": _learning_rate(config),
         "optimizer groups": _groups(config, vocabulary),
         "operations": _operations(config, vocabulary),
@@ -83,35 +82,6 @@ def report(run: ParsedRun[RunConfig], program: str) -> str:
         if listed:
             lines += ["", f"{title}:", *(f"  {line}" for line in listed)]
     return "\n".join(lines)
-
-
-def plan_vocabulary(config: TokenizerConfig, tp: int) -> PlannedVocabulary:
-    """Return the rows that the flags give, or the tokenizer's files, or as a guess known ones."""
-    if config.vocab_size is not None:
-        # A null tokenizer adds the end-of-document id.
-        ids = config.vocab_size + (config.tokenizer_type == "NullTokenizer")
-        source = f"--vocab-size {config.vocab_size}"
-    else:
-        ids, source = _ids_of_files(config)
-    sizes = resolve_vocabulary(config, ids, tp)
-    return PlannedVocabulary(sizes.rows, sizes.padded_rows, source)
-
-
-def _ids_of_files(config: TokenizerConfig) -> tuple[int, str]:
-    # Their libraries take time to import.
-    from megatron.core.tokenizers.build import build_tokenizer
-    from megatron.core.tokenizers.word_piece import ADDED
-
-    try:
-        return build_tokenizer(config).vocab_size, f"{config.tokenizer_type}"
-    except UserError as error:
-        if config.padded_vocab_size is not None:
-            return config.padded_vocab_size, "--padded-vocab-size"
-        pieces = BERT_IDS.get(config.tokenizer_type or "")
-        if pieces is None:
-            return GPT2_IDS, f"GPT-2's, as a guess, because {error}"
-        added = len(ADDED) + (config.vocab_extra_ids or 0)
-        return pieces + added, f"BERT's and {added} more, as a guess, because {error}"
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
@@ -218,7 +188,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
     )
 
 
-def _data(config: RunConfig) -> Iterator[str]:
+def _data(config: RunConfig, tokenizer: Tokenizer | UserError) -> Iterator[str]:
     data = config.data
     if data.dataloader_type == "external":
         yield "loaders of the program's own (--dataloader-type external)"
@@ -230,7 +200,7 @@ def _data(config: RunConfig) -> Iterator[str]:
     from megatron.core.datasets.plan import describe
     from megatron.training.data import sizes
 
-    notes: list[str] = []
+    notes = list(tokenizer_notes(data, tokenizer))
     try:
         rows = describe(data, sizes(config, notes.append))
     except UserError as error:
@@ -239,6 +209,7 @@ def _data(config: RunConfig) -> Iterator[str]:
     if not config.training.skip_train and all(row.split != "train" for row in rows):
         notes.append("no training data: a run is refused")
     yield from (row.line() for row in rows)
+    yield from (f"a run is refused: {row.refusal}" for row in rows if row.refusal)
     yield from notes
 
 
