@@ -23,7 +23,6 @@ ALLOWED = {
     "rng": "sharding",
     "held": "",
     "comm": "mesh held",
-    "call_order": "comm",
     "saved_tensors": "",
     "turns": "",
     "recompute": "mesh comm saved_tensors",

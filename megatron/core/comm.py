@@ -81,7 +81,7 @@ def awaited() -> str | None:
 
 
 class Call(NamedTuple):
-    """One call as a rank made it; see `call_order` for what ranks must agree on."""
+    """One call as a rank made it; ranks of a group must agree on the order of their calls."""
 
     axis: str
     ranks: tuple[int, ...]

@@ -12,7 +12,6 @@ import pytest
 
 import pretrain_gpt
 from megatron.core import comm
-from megatron.core.call_order import disagreement
 from megatron.core.comm import Arrival, Call
 from megatron.core.kernels import matmul
 from megatron.core.kernels.grouped import Loop
@@ -20,6 +19,7 @@ from megatron.training.arguments import parse
 from megatron.training.program import Program
 from megatron.training.verification import equality, outcomes
 from megatron.training.verification.outcomes import Outcome
+from tests.call_order import disagreement
 from tests.distributed.test_moe_layouts import (
     A2A,
     BASE,

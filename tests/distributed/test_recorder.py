@@ -10,7 +10,6 @@ import torch
 
 import pretrain_gpt
 from megatron.core import comm
-from megatron.core.call_order import disagreement
 from megatron.core.comm import Call
 from megatron.core.datasets.cache import BuildPolicy
 from megatron.core.utils import silent
@@ -18,6 +17,7 @@ from megatron.training import arguments, startup
 from megatron.training.job import Job
 from megatron.training.processes import setup
 from megatron.training.program import Program
+from tests.call_order import disagreement
 from tests.harness import Pool
 
 CPU = torch.device("cpu")

@@ -50,7 +50,8 @@ class Context:
     """Token ids, int64, of the same positions: routers of the first layers may go by them."""
     valid_BT: Tensor | None = None
     """Positions of whole samples that self-attention may look at, bool, also on a rank that holds
-    a part of them; None for all. The others are padding."""
+    a part of them; None for all. The others are padding. Of an encoder with a decoder, which is
+    told the same (`Encoded`); padding of an encoder alone is a document of its own (`packing`)."""
     bias_1nST: Tensor | None = None
     """What self-attention adds to its scores, of this rank's heads and queries, and all keys."""
     encoded: "Encoded | None" = None
