@@ -276,6 +276,18 @@ def key_value_sharers(tp: int, num_query_groups: int | None) -> int:
     return tp // min(tp, num_query_groups or tp)
 
 
+def runs_met(group: int, run: int) -> int:
+    """Return how many runs of ``run`` ranks a group of ``group`` neighbours meets at most.
+
+    Runs and groups both part the same ranks from the first on, so that a group may start inside a
+    run, at any multiple of their common divisor.
+
+    >>> runs_met(group=3, run=4)  # ranks 3, 4 and 5 are in two of 0-3, 4-7 and 8-11
+    2
+    """
+    return 1 + -(-(group - math.gcd(group, run)) // run)
+
+
 def near(groups: Groups, size: int) -> Iterator[Sequence[int]]:
     """Return runs of ``size`` neighbours of each group.
 

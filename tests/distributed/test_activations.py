@@ -80,6 +80,10 @@ FLAT = {
     "tp2, filled experts of each": f"{TP2} --num-experts 4 {FILLED} --bf16 "
     "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-router-topk 4 "
     "--moe-token-dispatcher-type alltoall",
+    # Experts of two ranks, microbatches of three: those of some ranks get tokens of two.
+    "ring of 3, filled experts of 2": "--dry-run-world-size 6 --context-parallel-size 3 "
+    f"--num-experts 4 {FILLED} --expert-model-parallel-size 2 --moe-router-topk 4 "
+    "--moe-token-dispatcher-type alltoall",
     "ring, ahead": f"{CP2} {ROPE} --mtp-num-layers 2 --hidden-dropout 0",
     "ring": f"{CP2} {ROPE}",
     "ring in bf16": f"{CP2} --bf16 --qk-layernorm",

@@ -1,10 +1,11 @@
 """Rank arithmetic against Megatron's published order and by properties of partitions."""
 
 import itertools
+import math
 
 import pytest
 
-from megatron.core.grid import Grid, ParallelConfig, divisions
+from megatron.core.grid import Grid, ParallelConfig, divisions, runs_met
 from megatron.core.utils import UserError
 
 
@@ -146,3 +147,27 @@ def test_sizes_are_those_of_the_listed_groups(pp: int, mapping: bool) -> None:
 def test_sizes_of_a_large_world_are_had_without_its_ranks() -> None:
     parted = divisions(ParallelConfig.resolve(), 10**12, optimizer_instances=10)
     assert (parted["dp_inner"].size, parted["dp_outer"].size) == (10**11, 10)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "ep", "etp"),
+    [
+        *((tp, cp, ep, 1) for tp in (1, 2, 3, 4) for cp in (1, 2, 3) for ep in (1, 2, 3, 5, 8)),
+        (4, 1, 3, 2),
+        (3, 1, 2, 2),
+    ],
+)
+def test_groups_of_experts_meet_as_many_microbatches_as_are_counted(
+    tp: int, cp: int, ep: int, etp: int
+) -> None:
+    """Brute force: the ranks of a dense replica's tp x cp share the tokens of a microbatch."""
+    config = ParallelConfig.resolve(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    dense, expert = config.grids(math.lcm(tp * cp, etp * ep) * 2)
+    sharers = {rank: group for group in dense.groups("tp", "cp") for rank in group}
+    met = max(len({sharers[rank] for rank in group}) for group in expert.groups("etp", "ep"))
+    assert runs_met(etp * ep, tp * cp) == met

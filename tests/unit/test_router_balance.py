@@ -14,10 +14,11 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import capacity, expert_bias, padding, sinkhorn, statistics
+from megatron.core.transformer.moe import expert_bias, padding, sinkhorn, statistics
 from megatron.core.transformer.moe.expert_bias import Tally
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import biased_routers, update_expert_biases
+from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.moe.sharers import Sharers
 from megatron.training.checkpoints import contents
 from tests.unit.test_router import (
@@ -66,7 +67,7 @@ def test_full_experts_drop_the_last_in_line(policy: str, kind: str, factor: floa
 def test_room_for_all() -> None:
     routing = router_of(moe_expert_capacity_factor=float(EXPERTS))(tokens(), Context(), SHAPE)
     assert routing.kept_TK.all() and routing.kept_counts_E.equal(routing.counts_E)
-    assert capacity.capacity(10, 2, 8, 1.0) == 3
+    assert RouterConfig.resolve(moe_expert_capacity_factor=1.0).capacity(10, 8) == 3
 
 
 def test_experts_are_filled_up_to_one_size() -> None:
@@ -90,7 +91,7 @@ def test_experts_are_filled_up_to_one_size() -> None:
 
 @pytest.mark.parametrize(("factor", "limit"), [(1.5, 6), (3.9, 16), (4.0, 16), (7.0, 16)])
 def test_no_expert_has_room_for_more_than_a_microbatch(factor: float, limit: int) -> None:
-    assert capacity.capacity(16, 2, 8, factor) == limit
+    assert RouterConfig.resolve(moe_expert_capacity_factor=factor).capacity(16, 8) == limit
 
 
 @pytest.mark.parametrize("factor", [EXPERTS / 2 + 1.0, 1e300, 1e308])

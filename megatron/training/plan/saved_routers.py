@@ -6,9 +6,9 @@ dtype of sums, or a finer one (--moe-router-dtype).
 Shapes in comments: T tokens that this rank routes, E experts, K choices of a token.
 """
 
-import math
 from typing import Literal
 
+from megatron.core.grid import runs_met
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.transformer.moe.router_config import Z_LOSS, RouterConfig
 from megatron.training.plan.attention_bytes import Piece
@@ -95,11 +95,11 @@ def _of_tokens(config: RouterConfig) -> int:
 def filled_rows(share: Share) -> int | None:
     """Return the rows of this rank's experts that are filled up to a capacity; None without."""
     config, model, sizes = share.config, share.config.model, share.config.axis_sizes
-    factor, experts = model.router.capacity_factor, model.moe.num_experts
-    if factor is None or not model.router.moe_pad_expert_input_to_capacity:
+    if not model.router.moe_pad_expert_input_to_capacity:
         return None
+    experts = model.moe.num_experts
     assert experts is not None, "a model without experts"
-    tokens = share.samples * config.data.seq_length
-    limit = math.ceil(min(tokens, tokens * model.router.moe_router_topk / experts * factor))
+    limit = model.router.capacity(share.samples * config.data.seq_length, experts)
+    assert limit is not None, "filled up without a capacity"
     sharers = share.tp * config.parallel.context_parallel_size
-    return experts // sizes["ep"] * limit * -(-sizes["etp_ep"] // sharers)
+    return experts // sizes["ep"] * limit * runs_met(sizes["etp_ep"], sharers)

@@ -1,6 +1,6 @@
 """Full experts: an expert takes so many tokens of a microbatch, and drops what is more.
 
-    capacity = min(ceil(factor * T' K / E), T')                 (Fedus et al., 2021, eq. 3, for K)
+    capacity = min(ceil(factor * T' K / E), T')                            (`RouterConfig.capacity`)
 
 More than T' never come, since no token chooses an expert twice. Of the choices of an expert the
 first ``capacity`` are kept: valid tokens before others, then by weight (policy ``probs``), then in
@@ -12,17 +12,10 @@ Shapes: T tokens of this rank, T' of the whole microbatch, K chosen experts of e
 choices: K for each of T' tokens.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.sharers import Sharers
-
-
-def capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Return how many tokens of a microbatch of ``tokens`` an expert takes."""
-    return math.ceil(min(tokens, tokens * topk / num_experts * factor))
 
 
 @torch.no_grad()

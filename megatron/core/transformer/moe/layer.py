@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import sharding
+from megatron.core.grid import runs_met
 from megatron.core.mesh import Mesh
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import WholeLinear, linear, make_parameter
@@ -97,8 +98,8 @@ class MoELayer(nn.Module):
             moe.moe_flex_dispatcher_num_sms,
         )
         self.pads = config.router.moe_pad_expert_input_to_capacity
-        # Whose tokens come to the experts of a rank: each has a capacity.
-        self.microbatches = -(-mesh.etp_ep.size // self.router.sharers.count)
+        # Of as many microbatches tokens may come to the experts of a rank: each has a capacity.
+        self.num_capacities = runs_met(mesh.etp_ep.size, self.router.sharers.count)
         self.shared_experts: SharedExperts | None = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(
@@ -141,7 +142,7 @@ class MoELayer(nn.Module):
         routing = self.router(x_TH, context, shape, filled=added)
         compute: Compute = self.experts
         if self.pads and routing.capacity is not None:
-            compute = padded(compute, routing.capacity * self.microbatches)
+            compute = padded(compute, routing.capacity * self.num_capacities)
         y_TL = self.dispatch(self.fc1_latent_proj(x_TH), routing, compute, beside)
         y_TH: Tensor = self.fc2_latent_proj(y_TL)
         if context.balance is not None:

@@ -181,10 +181,9 @@ class Router(nn.Module):
         self, experts_TK: Tensor, weights_TK: Tensor, valid_T: Tensor | None, places: "_Places"
     ) -> tuple[int | None, Tensor | None]:
         """Return the capacity of an expert and the choices that are kept; None without one."""
-        factor, topk = self.config.capacity_factor, self.config.moe_router_topk
-        if factor is None:
+        limit = self.config.capacity(places.size, self.num_experts)
+        if limit is None:
             return None, None
-        limit = capacity.capacity(places.size, topk, self.num_experts, factor)
         numbers_T = places.numbers_T
         late_T = (numbers_T >= places.size).long()
         if valid_T is not None:

@@ -1,5 +1,6 @@
 """How tokens are routed to experts, and how the experts' load is kept even."""
 
+import math
 from typing import Literal
 
 from megatron.core.config import (
@@ -199,6 +200,16 @@ class RouterConfig(Config):
         """Return the factor of an expert's capacity; None without a limit."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else factor
+
+    def capacity(self, tokens: int, num_experts: int) -> int | None:
+        """Return how many of a microbatch's ``tokens`` an expert takes; None without a limit.
+
+        ceil(min(factor * tokens * K / E, tokens)), Fedus et al., 2021, eq. 3, for K choices.
+        """
+        factor = self.capacity_factor
+        if factor is None:
+            return None
+        return math.ceil(min(tokens, tokens * self.moe_router_topk / num_experts * factor))
 
     @property
     def loss_weights(self) -> dict[str, float]:
