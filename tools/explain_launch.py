@@ -27,18 +27,13 @@ if __name__ == "__main__":  # run from a clone, without installing
 from megatron.core.config import Config, check_at_least, option, specs
 from megatron.core.utils import UserError
 from megatron.training import explain, rules
-from megatron.training.arguments import (
-    PROGRAM_DEFAULTS,
-    Invocation,
-    parse,
-    parse_tool,
-    run_main,
-)
+from megatron.training.arguments import Invocation, parse, parse_tool, run_main
 from megatron.training.config import RunConfig
 from megatron.training.explain import Finding
 from megatron.training.flags import flag_status
 from megatron.training.flags.command_line import Vocabulary, normalise
 from megatron.training.plan import report as plan_report
+from megatron.training.program_defaults import PROGRAM_DEFAULTS
 from megatron.training.shell.launch_command import NO_LAUNCHER, Launch, find, mentions
 from megatron.training.shell.script import Script, read, slurm
 from megatron.training.shell.syntax import closing

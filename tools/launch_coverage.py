@@ -29,18 +29,13 @@ if __name__ == "__main__":  # run from a clone, without installing
 
 from megatron.core.config import Config, option, specs
 from megatron.core.utils import UserError, atomic_path, check_file
-from megatron.training.arguments import (
-    PROGRAM_DEFAULTS,
-    Invocation,
-    parse,
-    parse_tool,
-    run_main,
-)
+from megatron.training.arguments import Invocation, parse, parse_tool, run_main
 from megatron.training.config import RunConfig
 from megatron.training.explain import Finding, findings, is_open, plannable, replica
 from megatron.training.flags import flag_status
 from megatron.training.flags.command_line import Vocabulary, arity, normalise
 from megatron.training.plan import report as plan_report
+from megatron.training.program_defaults import PROGRAM_DEFAULTS
 from tools import preprocess_data
 
 PROGRAM = "launch_coverage"

@@ -82,6 +82,7 @@ def test_another_program_says_whose_checkpoint_it_is(
     words = COMMON.replace("--encoder-seq-length 24 --decoder-seq-length 12", "--seq-length 24")
     words = words.replace("--position-embedding-type relative", "").replace("--relative-", "--old-")
     words = re.sub(r"--old-attention-\S+ \d+", "", words) + f" --load {straight / 'saved'} --fp64"
+    words += " --tokenizer-type BertWordPieceLowerCase"
     with pytest.raises(Exception, match=f"is of pretrain_t5.py, .* this run is of {program}.py"):
         launch(pool, 1, program, *words.split(), folder=tmp_path)
 
