@@ -34,7 +34,7 @@ ALLOWED = {
     "dist_checkpointing": "utils config progress mesh comm sharding",
     "distributed": "utils config mesh comm held sharding",
     "optimizer": "utils config kernels mesh comm sharding precision distributed",
-    "transformer": "utils config kernels mesh comm rng sharding recompute offload turns "
+    "transformer": "utils config grid kernels mesh comm rng sharding recompute offload turns "
     "tensor_parallel context_parallel",
     "models": "utils kernels mesh comm rng sharding recompute tensor_parallel context_parallel "
     "transformer pipeline_parallel",
