@@ -8,6 +8,9 @@ gradient norm and clipping, which the plain loop does not do). A round visits ea
 right before and after, so that load of other programs hits all alike. The ratio is the median over
 rounds of plain over megatron seconds; MFU is a step's rate over the neighbouring product's, where a
 step counts matrix products only, causal attention at half, and nothing recomputed.
+
+Our programs ask for large pages of memory, and so does our process here; THP_MEM_ALLOC_ENABLE=1 in
+the environment asks for those of all, 0 for nobody's.
 """
 
 import argparse
@@ -24,6 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sizes import BETAS, DECAY, EPSILON, LR, SIZES, Size
+
+from megatron.training.processes.host_memory import ask_for_huge_pages
 
 Step = Callable[[Any, Any], Any]
 GEMM = 2048
@@ -217,6 +222,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.serve:
         name, size, arch = options.serve, SIZES[options.size[0]], options.arch[0]
+        if name == "megatron":
+            ask_for_huge_pages(os.environ)  # as our programs do
         work(lambda: _contestant(name, size, arch), size, options.threads)
         return 0
     print("size   arch threads  plain ms  megatron ms  tokens/s  plain MFU  megatron MFU   ratio")
