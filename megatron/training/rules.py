@@ -17,7 +17,7 @@ from megatron.training.model_rules import MODEL_RULES
 from megatron.training.nearest_layout import nearest_layouts
 from megatron.training.overlap_rules import OVERLAP_RULES
 from megatron.training.processes.group_settings import group_settings
-from megatron.training.upcycling_rules import UPCYCLING_RULES
+from megatron.training.upcycling_rules import UPCYCLING_RULES, warn_of_dropped_choices
 from megatron.training.wording import flag, listed
 
 
@@ -211,7 +211,7 @@ def warnings(config: RunConfig, origins: Origins) -> list[str]:
                 f"({schedule.decay}): after the warm-up the rate jumps down, as in Megatron-LM"
             )
         found += _warn_of_padding(config)
-    return found + _warn_of_packages(config)
+    return found + warn_of_dropped_choices(config) + _warn_of_packages(config)
 
 
 def _warn_of_packages(config: RunConfig) -> list[str]:

@@ -11,6 +11,7 @@ token visits all slices of a copy with equal weights (`checkpoints.upcycling`):
     Sinkhorn                        depends on the token: refused
     groups of experts               as above                    and G | experts of a group
     choice by token id, or forced   as above                    by no score: G = 1
+    experts with a capacity         less where one is dropped: a warning, unless none can be
 
 Slices stay together since of equal scores those of the first experts are taken
 (`kernels.routing.best`).
@@ -48,6 +49,22 @@ def upcycling_gives_equal_outputs(config: RunConfig, origins: Origins) -> None:
     if checkpoint.moe_upcycling_granularity > 1:
         _slices_have_a_width(config, origins)
         _slices_stay_together(config)
+
+
+def warn_of_dropped_choices(config: RunConfig) -> list[str]:
+    """Say that full experts take their share of outputs away from the tokens that they drop."""
+    router, experts = config.model.router, config.model.moe.num_experts
+    factor, topk = router.capacity_factor, router.moe_router_topk
+    if not config.checkpoint.moe_use_upcycling or factor is None or experts is None:
+        return []
+    if factor * topk >= experts:  # room for every token of a microbatch
+        return []
+    return [
+        f"warning: --moe-use-upcycling with --moe-expert-capacity-factor {factor:g}: where an "
+        "expert is full, outputs at the start are not those of the dense checkpoint, since a "
+        f"choice that is dropped adds nothing; {experts / topk:g} or more (--num-experts / "
+        "--moe-router-topk) drops none"
+    ]
 
 
 def _weights_have_one_sum(config: RunConfig) -> None:

@@ -51,6 +51,24 @@ def test_others_are_planned(words: str) -> None:
     plan(words)
 
 
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (EXPERTS, False),
+        (f"{EXPERTS} --moe-expert-capacity-factor 1.25", True),
+        (f"{EXPERTS} --moe-expert-capacity-factor 3.9", True),
+        # Every token of a microbatch finds room in any of 8 experts, of which it visits 2.
+        (f"{EXPERTS} --moe-expert-capacity-factor 4", False),
+        (f"{EXPERTS} --moe-expert-capacity-factor -1", False),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.25", False),
+    ],
+)
+def test_dropped_choices_are_a_warning(words: str, warned: bool) -> None:
+    found = [note for note in plan(words).reports if "--moe-expert-capacity-factor" in note]
+    assert len(found) == warned
+    assert not warned or ("warning" in found[0] and "4 or more" in found[0])
+
+
 def test_a_granularity_alone_has_no_effect() -> None:
     lines = plan("--num-experts 4 --moe-upcycling-granularity 2").lines()
     assert any("--moe-upcycling-granularity" in line for line in lines)
