@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "tokenizer.model",
+    "spiece.model",
     "vocab.json",
     "merges.txt",
     "added_tokens.json",
@@ -54,6 +55,7 @@ def import_model(config: ConvertConfig, folder: Path) -> int:
             tokenizer_config,
             tokenizer,
         )
+        facts["config"] |= model.family.run_settings
         facts["hugging_face"] = {"architecture": model.family.architecture, **model.token_ids}
 
         def read(key: str, box: Any) -> Any:

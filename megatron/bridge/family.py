@@ -58,6 +58,14 @@ class Family(ABC):
     head: ClassVar[str] = "lm_head.weight"
     """Its output matrix, which a tied model's file need not have."""
     token_vectors: ClassVar[str]
+    same_vectors: ClassVar[tuple[str, ...]] = ()
+    """Names under which a file may hold `token_vectors` again."""
+    own_head_wins: ClassVar[bool] = False
+    """A head that is there and is not the embedding is the model's, whatever its config says."""
+    says_tied: ClassVar[str] = '"tie_word_embeddings": true'
+    """What a config.json must say whose head is the embedding."""
+    run_settings: ClassVar[Mapping[str, Any]] = {}
+    """What else is known of the texts that its models read, as settings of a run of ours."""
 
     @abstractmethod
     def from_theirs(self, settings: Settings) -> dict[str, Any]:
@@ -130,6 +138,8 @@ def _idle(config: TransformerConfig) -> set[str]:
         idle |= set(specs(MLAConfig)) - {"multi_latent_attention"}
     if not position.is_rotary:
         kept = {"position_embedding_type", "max_position_embeddings"}
+        if position.position_embedding_type == "relative":
+            kept |= {name for name in specs(PositionConfig) if name.startswith("relative_")}
         idle |= set(specs(PositionConfig)) - kept
     if not position.use_rope_scaling:
         idle.add("rope_scaling_factor")

@@ -6,7 +6,7 @@ mapping that forgot one could not pass. Values are moved in boxes, in the dtype 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,25 +20,28 @@ from megatron.bridge.gpt2 import GPT2
 from megatron.bridge.llama import Llama
 from megatron.bridge.mixtral import Mixtral
 from megatron.bridge.settings import Settings, read_json
+from megatron.bridge.t5 import T5
 from megatron.core import sharding
 from megatron.core.dist_checkpointing.boxes import slabs, whole_box
 from megatron.core.dist_checkpointing.format import CHUNK
 from megatron.core.dist_checkpointing.stream import ReadSlab, Shape
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.t5 import T5Model
 from megatron.core.sharding import Box
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.utils import UserError
 
-FAMILIES: Sequence[Family] = (GPT2(), Llama(), Mixtral())
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FAMILIES: Sequence[Family] = (GPT2(), Llama(), Mixtral(), T5())
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 """Settings that pass through a conversion and back."""
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def our_tensors(config: TransformerConfig, rows: int) -> dict[str, tuple[int, ...]]:
     """Return the logical tensors of a model by name, without making their values."""
-    model = GPTModel(config, Mesh.serial(torch.device("meta")), vocab_size=rows)
+    kind = T5Model if config.has_two_stacks else GPTModel
+    model = kind(config, Mesh.serial(torch.device("meta")), vocab_size=rows)
     records = map(sharding.of, model.parameters())
     return {record.name: record.shape for record in records}
 
@@ -110,16 +113,40 @@ class Import:
             if name in found:
                 raise UserError(f"{folder}: {found[name]} and {stored} are one tensor, {name}")
             found[name] = stored
+        vectors = found.get(family.token_vectors)
+        for name in family.same_vectors:
+            if name not in found or vectors is None:
+                continue
+            stored = found.pop(name)
+            if not self._equal(stored, vectors):
+                raise UserError(f"{folder}: {stored} is not {vectors}, which {name} always is")
+        self._settle_head(found, folder)
+        return found
+
+    def _settle_head(self, found: dict[str, str], folder: Path) -> None:
+        """Decide whether the head is the embedding, which is then taken out of ``found``.
+
+        Raises:
+            UserError: the settings say otherwise than the weights.
+        """
+        family, vectors = self.family, found.get(self.family.token_vectors)
         untied = self.config.untie_embeddings_and_output_weights
         if untied and family.head not in found:
             raise UserError(
                 f"{folder} has no {family.head}, but config.json says tie_word_embeddings: false; "
-                "if its head is the embedding, say true there, else the weights are not whole"
+                f"if its head is the embedding, say {family.says_tied} there, else the weights are "
+                "not whole"
             )
-        if not untied and family.head in found and family.token_vectors in found:
-            self._check_tied(found[family.head], found[family.token_vectors], folder)
-            del found[family.head]
-        return found
+        if not untied and family.head in found and vectors is not None:
+            if self._equal(found[family.head], vectors):
+                del found[family.head]
+            elif family.own_head_wins:
+                self.config = replace(self.config, untie_embeddings_and_output_weights=True)
+            else:
+                raise UserError(
+                    f"{folder}: {found[family.head]} is not {vectors}, but config.json ties them; "
+                    "say tie_word_embeddings: false there to keep both"
+                )
 
     def _check_dtypes(self, folder: Path) -> None:
         """Refuse numbers that are no weights by themselves, such as quantized ones."""
@@ -135,18 +162,13 @@ class Import:
                 "quantized weights cannot be converted"
             )
 
-    def _check_tied(self, head: str, embedding: str, folder: Path) -> None:
-        """Refuse a head that a tied model would lose."""
-        ours, theirs = (self._weights.tensors[name] for name in (embedding, head))
-        equal = ours == theirs and all(
-            torch.equal(self._weights.read(embedding, box), self._weights.read(head, box))
+    def _equal(self, one: str, other: str) -> bool:
+        """Return whether two stored tensors hold the same."""
+        ours, theirs = self._weights.tensors[one], self._weights.tensors[other]
+        return ours == theirs and all(
+            torch.equal(self._weights.read(one, box), self._weights.read(other, box))
             for box in slabs(whole_box(ours.shape), ours.itemsize, CHUNK)
         )
-        if not equal:
-            raise UserError(
-                f"{folder}: {head} is not {embedding}, but config.json ties them; say "
-                "tie_word_embeddings: false there to keep both"
-            )
 
 
 @dataclass(frozen=True)

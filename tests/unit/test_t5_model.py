@@ -1,7 +1,7 @@
 """Our T5 with others' weights gives their logits, losses, gradients and training.
 
 The case under ``tests/data/mcore_t5_model`` was made with Megatron-core 0.19.2 in fp32, as those of
-`test_gpt_trajectories`; T5 1.0 and 1.1 are those of the transformers package, at random.
+`test_gpt_trajectories`. T5 of the transformers package is in `test_bridge_t5`.
 """
 
 import json
@@ -150,131 +150,6 @@ def test_iterations_of_megatron_core() -> None:
             for name, norm in ours(CASE["final_weight_l2"]).items():
                 weight = dict(model.named_parameters())[name].detach()
                 assert float(weight.norm()) == pytest.approx(norm, rel=1e-5), name
-
-
-KINDS = {
-    "1.0": (
-        {"feed_forward_proj": "relu", "tie_word_embeddings": True},
-        {"relu": True, "logit_multiplier": 24**-0.5},
-    ),
-    "1.1": (
-        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        {"geglu_tanh": True, "untie_embeddings_and_output_weights": True},
-    ),
-}
-
-
-def hugging_face(kind: str):
-    """Return a random model of theirs, whose heads do not fill its hidden size."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.T5Config(
-        vocab_size=96,
-        d_model=24,
-        d_kv=10,
-        d_ff=40,
-        num_layers=2,
-        num_decoder_layers=3,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=12,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        attn_implementation="eager",
-        **KINDS[kind][0],
-    )
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
-    return model
-
-
-def from_hugging_face(kind: str, model) -> T5Model:
-    """Return ours with their weights."""
-    config = TransformerConfig.resolve(
-        num_layers=2,
-        decoder_num_layers=3,
-        hidden_size=24,
-        num_attention_heads=4,
-        kv_channels=10,
-        ffn_hidden_size=40,
-        position_embedding_type="relative",
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=12,
-        max_position_embeddings=64,
-        normalization="RMSNorm",
-        norm_epsilon=1e-6,
-        add_bias_linear=False,
-        softmax_scale=1.0,
-        **KINDS[kind][1],
-    )
-    found = T5Model(config, Mesh.serial(), vocab_size=96)
-    theirs = model.state_dict()
-
-    def heads(*names: str) -> Tensor:
-        """Return rows of several matrices, head by head."""
-        parts = [theirs[f"{name}.weight"].unflatten(0, (4, 10)) for name in names]
-        return torch.cat(parts, 1).flatten(0, 1)
-
-    weights = {"embedding.word_embeddings.weight": theirs["shared.weight"]}
-    if kind == "1.1":
-        weights["output_layer.weight"] = theirs["lm_head.weight"]
-    for stack, layers in (("encoder", 2), ("decoder", 3)):
-        table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        weights[f"{stack}_relative_pos_emb.weight"] = theirs[table]
-        weights[f"{stack}.final_layernorm.weight"] = theirs[f"{stack}.final_layer_norm.weight"]
-        for number in range(layers):
-            our, part = f"{stack}.layers.{number}", f"{stack}.block.{number}.layer"
-            norms = ["input_layernorm", "pre_mlp_layernorm"]
-            mixed = f"{part}.0.SelfAttention"
-            weights[f"{our}.self_attention.linear_qkv.weight"] = heads(
-                *(f"{mixed}.{letter}" for letter in "qkv")
-            )
-            weights[f"{our}.self_attention.linear_proj.weight"] = theirs[f"{mixed}.o.weight"]
-            if stack == "decoder":
-                norms.insert(1, "pre_cross_attn_layernorm")
-                cross, mixed = f"{our}.cross_attention", f"{part}.1.EncDecAttention"
-                weights[f"{cross}.linear_q.weight"] = theirs[f"{mixed}.q.weight"]
-                weights[f"{cross}.linear_kv.weight"] = heads(f"{mixed}.k", f"{mixed}.v")
-                weights[f"{cross}.linear_proj.weight"] = theirs[f"{mixed}.o.weight"]
-            for at, name in enumerate(norms):
-                weights[f"{our}.{name}.weight"] = theirs[f"{part}.{at}.layer_norm.weight"]
-            dense = f"{part}.{len(norms) - 1}.DenseReluDense"
-            into = ["wi"] if kind == "1.0" else ["wi_0", "wi_1"]
-            weights[f"{our}.mlp.linear_fc1.weight"] = torch.cat(
-                [theirs[f"{dense}.{name}.weight"] for name in into]
-            )
-            weights[f"{our}.mlp.linear_fc2.weight"] = theirs[f"{dense}.wo.weight"]
-    copy_weights(found, weights)
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_loss_of_the_transformers_package(kind: str) -> None:
-    theirs = hugging_face(kind)
-    model = from_hugging_face(kind, theirs)
-    torch.manual_seed(5)
-    encoder_tokens, decoder_tokens = torch.randint(96, (3, 19)), torch.randint(96, (3, 13))
-    encoder_valid = torch.arange(19) < torch.tensor([[19], [7], [1]])
-    decoder_valid = torch.arange(13) < torch.tensor([[5], [13], [2]])
-    labels = torch.randint(96, (3, 13)).masked_fill(~decoder_valid, -100)
-    with torch.no_grad():
-        expected = theirs(
-            input_ids=encoder_tokens,
-            attention_mask=encoder_valid.long(),
-            decoder_input_ids=decoder_tokens,
-            decoder_attention_mask=decoder_valid.long(),
-            labels=labels,
-        )
-        masks = {"encoder_valid_BS": encoder_valid}
-        logits = model(encoder_tokens, decoder_tokens, **masks)
-        losses = model(encoder_tokens, decoder_tokens, labels.clamp(min=0), **masks)
-    # A query at padding sees padding here; what it says counts for nothing.
-    said, theirs_said = logits[decoder_valid], expected.logits[decoder_valid]
-    torch.testing.assert_close(said, theirs_said, rtol=1e-5, atol=1e-5)
-    loss = losses[decoder_valid].mean()
-    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
