@@ -12,7 +12,7 @@ files that have moved.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +197,7 @@ def _inspect_run(words: list[str]) -> int:
 def _run_values(words: list[str]) -> dict[str, Any]:
     """Return the values of the run that --config or else --load names."""
     declared = specs(RunToolConfig) | {"config": specs(Invocation)["config"]}
-    given = {
-        item.target.name: item.values[-1]
-        for item in read_command_line(words, Vocabulary(declared, {}))
-        if isinstance(item.target, Spec) and item.values
-    }
+    given = given_values(words, declared)
     if "config" in given:
         content = load_file(given["config"])
         # A file that --dump-config wrote holds all values; one by hand those that parsing takes.
@@ -211,6 +207,24 @@ def _run_values(words: list[str]) -> dict[str, Any]:
             "which run? Give --config FILE, as --dump-config wrote it, or --load FOLDER of its "
             "checkpoints"
         )
+    return stored_run(given)
+
+
+def given_values(words: Sequence[str], declared: Mapping[str, Spec]) -> dict[str, str]:
+    """Return the last word of each flag on a command line, by name."""
+    return {
+        item.target.name: item.values[-1]
+        for item in read_command_line(words, Vocabulary(declared, {}))
+        if isinstance(item.target, Spec) and item.values
+    }
+
+
+def stored_run(given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the run that wrote the checkpoint of --load and --ckpt-step.
+
+    Raises:
+        UserError: there is none.
+    """
     from megatron.training.checkpoints import (
         source as checkpoint_source,  # torch, only where there is a checkpoint
     )
