@@ -6,7 +6,7 @@ file is not up to date.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # run from a clone, without installing
@@ -22,6 +22,8 @@ PROGRAM = "generate_flag_docs"
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TARGET = DOCS / "flags.md"
 COVERAGE = DOCS / "launch_coverage.json"
+ENCODERS = ("pretrain_bert.py", "pretrain_t5.py")
+"""Programs with so few launches that each one without a plan is named."""
 
 INTRODUCTION = """# Flags
 
@@ -111,12 +113,21 @@ def _launches() -> Iterator[str]:
         yield "| | launches |"
         yield "|---|---|"
         yield from (f"| {text} | {number} |" for text, number in content["counts"].items())
+        if program in ENCODERS:
+            yield from _named(content["no plan, and why"])
         for title, rows in content["tables"].items():
             if rows:
                 yield f"\n{title[0].upper()}{title[1:]}: " + ", ".join(
                     f"{_code(name) if name.startswith('--') else name} {number}"
                     for name, number in rows.items()
                 )
+
+
+def _named(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield the launches that have no plan, one by one."""
+    if reasons:
+        yield "\nWithout a plan:\n"
+    yield from (f"- {_code(name)}: {why}" for name, why in reasons.items())
 
 
 def _code(text: str) -> str:

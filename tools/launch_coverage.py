@@ -11,7 +11,8 @@ Where the file has a variable for a value that must be known (``--seq-length $SE
 value, the most frequent value of that flag in the file stands in, an unknown global batch is left
 out, and an unknown number of machines becomes the smallest that holds the layout.
 
-``--output`` keeps the counts for docs/flags.md (tools/generate_flag_docs.py).
+``--output`` keeps the counts, and why each other launch has no plan, for docs/flags.md
+(tools/generate_flag_docs.py).
 """
 
 import json
@@ -44,6 +45,8 @@ MACHINES = ("--nnodes", "--num_nodes")
 MOST_MACHINES = 64
 REDIRECTION = re.compile(r"^\d*&?>{1,2}&?\d*$|^\|$")
 CANNOT_HOLD = re.compile(r"process(es)? cannot hold")
+FORMER_NAMES = {"pretrain_t5_core.py": "pretrain_t5.py"}
+"""Programs that Megatron-LM has joined with another one since."""
 
 
 @dataclass
@@ -136,9 +139,15 @@ def training(launch: Mapping[str, Any], vocabulary: Vocabulary, typical: Typical
     """Judge a launch of a program that trains and plan it."""
     outcome, found = judged(launch, vocabulary, typical)
     if outcome.parses and not outcome.blocking:
-        program = Path(launch["program"]).stem
+        program = Path(program_of(launch)).stem
         outcome.error = why_no_plan(found, launch["launcher_flags"], program)
     return outcome
+
+
+def program_of(launch: Mapping[str, Any]) -> str:
+    """Return the file name of a launch's program, as it is called today."""
+    name = Path(launch["program"]).name
+    return FORMER_NAMES.get(name, name)
 
 
 def why_no_plan(found: Sequence[Finding], launcher: Mapping[str, str], program: str) -> str:
@@ -235,7 +244,8 @@ def tables(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
 
 def reasons(outcome: Outcome) -> str:
     """Return why a launch has no plan."""
-    found = [*outcome.blocking, *outcome.unknown, *outcome.malformed, outcome.error]
+    blocking = [f"{f} ({why})" for f, why in zip(outcome.blocking, outcome.why, strict=True)]
+    found = [*blocking, *outcome.unknown, *outcome.malformed, outcome.error]
     return "; ".join(reason for reason in found if reason)
 
 
@@ -277,9 +287,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     judges = dict.fromkeys(vocabularies, training) | {"preprocess_data.py": preprocessing}
     content = {}
     for program, vocabulary in vocabularies.items():
-        chosen = [x for x in launches if Path(x["program"]).name == program]
+        chosen = [x for x in launches if program_of(x) == program]
         outcomes = [judges[program](launch, vocabulary, typical) for launch in chosen]
-        content[program] = {"counts": counts(outcomes), "tables": tables(outcomes)}
+        content[program] = {
+            "counts": counts(outcomes),
+            "tables": tables(outcomes),
+            "no plan, and why": {o.name: reasons(o) for o in outcomes if not o.plans},
+        }
         for line in listed(program, outcomes, config.details):
             print(line)
     if config.output:

@@ -151,6 +151,7 @@ def parse(
     no_effect = [*parsed.applied.no_effect, *_idle_groups(values, origins)]
     is_pair = planner is not None and values.get("decoder_seq_length") is not None
     take_defaults(values, origins, ENCODER_DECODER if is_pair else program)
+    _take_length(values, origins)
     if planner is None:
         check_given(values, program)
     config, flat, derived = _resolve(RunConfig, values, CALLED.get(program))
@@ -409,6 +410,14 @@ def _origins(
     flat: Mapping[str, Any], given: Mapping[str, Origin], derived: set[str]
 ) -> dict[str, Origin]:
     return {name: "derived" if name in derived else given.get(name, "default") for name in flat}
+
+
+def _take_length(values: dict[str, Any], origins: dict[str, Origin]) -> None:
+    """Let an encoder alone read texts as long as its learned table, where nobody says how long."""
+    longest = values.get("max_position_embeddings")
+    learned = values.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    if values.get("masked_words") and values.get("seq_length") is None and learned and longest:
+        values["seq_length"], origins["seq_length"] = longest, "derived"
 
 
 def _idle_groups(values: dict[str, Any], origins: Mapping[str, Origin]) -> list[str]:

@@ -176,7 +176,8 @@ def test_coverage_counts_each_launch_once(
     launches = [
         launch("plain", flags),
         launch("later", {**flags, "--fp8-format": "hybrid"}),
-        launch("foreign", {**flags, "--deepspeed": None, "--whatever": "1"}),
+        launch("foreign", {**flags, "--zero-stage": "1", "--whatever": "1"}),
+        launch("engine", {**flags, "--deepspeed": None, "--deepspeed_config": "$FILE"}),
         launch("unknown", {**flags, "--whatever": "1"}),
         launch("variable", {**flags, "--seq-length": "$SEQ $MORE"}),
         launch("glued", {**flags, "--save": "some path &> log", "--lr": "1e-3 --bf16"}),
@@ -190,9 +191,9 @@ def test_coverage_counts_each_launch_once(
     content = launch_coverage.json.loads((tmp_path / "counts.json").read_text())
     found = content["pretrain_gpt.py"]
     assert found["counts"] == {
-        "launches": 8,
-        "every flag has a status and well-formed values": 6,
-        "plan": 5,
+        "launches": 9,
+        "every flag has a status and well-formed values": 7,
+        "plan": 6,
         "(of these, with no flag that a run refuses)": 4,
         "(of these, with a value put in)": 1,
         "no plan: made for another framework": 1,
@@ -202,9 +203,34 @@ def test_coverage_counts_each_launch_once(
         "no plan: contradicts itself otherwise": 0,
     }
     assert found["tables"]["refused in a run and left out of a plan, by flag"] == {
-        "--fp8-format": 1
+        "--fp8-format": 1,
+        "--deepspeed": 1,
+        "--deepspeed_config": 1,
     }
+    assert list(found["no plan, and why"]) == ["foreign", "unknown", "small"]
+    assert "2 processes cannot hold" in found["no plan, and why"]["small"]
     assert content["preprocess_data.py"]["counts"]["launches"] == 0
+
+
+def test_coverage_of_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-core's own T5 program is today's; a BERT's table says how long its texts are."""
+    common = {"--num-layers": "2", "--hidden-size": "64", "--num-attention-heads": "4"}
+    common |= {"--micro-batch-size": "2", "--train-iters": "10", "--lr": "1e-3"}
+    common |= {"--data-path": "$DATA", "--vocab-file": "vocab.txt"}
+    common |= {"--max-position-embeddings": "32"}
+    lengths = {"--encoder-seq-length": "32", "--decoder-seq-length": "16"}
+    launches = [
+        {**launch("core", common | lengths), "program": "pretrain_t5_core.py"},
+        {**launch("bert", common), "program": "pretrain_bert.py"},
+    ]
+    path = tmp_path / "launches.jsonl"
+    path.write_text("".join(launch_coverage.json.dumps(x) + "\n" for x in launches))
+    assert launch_coverage.main([str(path), "--output", str(tmp_path / "counts.json")]) == 0
+    capsys.readouterr()
+    content = launch_coverage.json.loads((tmp_path / "counts.json").read_text())
+    for program in ("pretrain_bert.py", "pretrain_t5.py"):
+        counted = content[program]["counts"]
+        assert (counted["launches"], counted["plan"]) == (1, 1), content[program]
 
 
 def launch(

@@ -103,7 +103,9 @@ def check_row(row: flag_status.Row) -> None:
         if row.default:
             assert f"{row.flag} {row.default}" in run(f"{row.flag} {row.default}").no_effect
         if row.dry_run:
-            assert any(text in note for note in run(f"{text} --dry-run").left_out)
+            found = run(f"{text} --dry-run").left_out
+            flag, *rest = text.split()
+            assert any(" ".join([normalise(flag), *rest]) in note for note in found)
     elif row.status == "successor":
         for words in map(str.split, row.alternatives.values() or [" ".join(row.expand(values))]):
             flags = [word for word in words if word.startswith("--")]
