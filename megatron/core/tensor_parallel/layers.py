@@ -58,11 +58,6 @@ def postponing(*, fills_waits: bool = False) -> Iterator[list[Callable[[], Any]]
         assert innermost is tasks
 
 
-def is_postponing() -> bool:
-    """Return whether somebody collects weight gradients."""
-    return bool(_postponed)
-
-
 def catch_up() -> None:
     """Compute what is postponed until somebody waits: the caller is about to."""
     if _postponed and _postponed[-1].fills_waits:
@@ -71,13 +66,28 @@ def catch_up() -> None:
             tasks.pop(0)()
 
 
-def postpone(weight: Tensor, task: functools.partial[Tensor | None]) -> None:
-    """Leave a weight's gradient to who collects, with the tensors that it takes."""
+def now_or_postponed(
+    gradient: Callable[..., Tensor | None], weight: Tensor, *rest: Any
+) -> Tensor | None:
+    """Compute a weight's gradient, or leave it, with the tensors it takes, to who collects them.
+
+    Args:
+        gradient: of ``weight`` and ``rest``: adds to the weight's buffer, or returns the gradient
+            where there is none.
+        weight: a parameter.
+        rest: what else ``gradient`` takes.
+
+    Returns:
+        What autograd is to have of it.
+    """
+    if not _postponed:
+        return gradient(weight, *rest)
     assert weight.grad is not None, "a postponed gradient needs a buffer"
-    _postponed[-1].append(task)
-    for x in task.args[1:]:
+    _postponed[-1].append(functools.partial(gradient, weight, *rest))
+    for x in rest:
         if isinstance(x, Tensor):
             saved_tensors.see(x)
+    return None
 
 
 class _Linear(torch.autograd.Function):
@@ -136,11 +146,8 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             gathering.wait()
         if ctx.needs_input_grad[1]:
-            task = functools.partial(_weight_gradient, weight_OI, grad_SBO, whole_SBI, x_SBI, axis)
-            if _postponed:
-                postpone(weight_OI, task)
-            else:
-                dw_OI = task()
+            rest = (grad_SBO, whole_SBI, x_SBI, axis)
+            dw_OI = now_or_postponed(_weight_gradient, weight_OI, *rest)
         if bias_O is not None and ctx.needs_input_grad[2]:
             db_O = accumulate(bias_O, grad_SBO.flatten(0, -2).sum(0))
         if pending is not None:
@@ -164,11 +171,8 @@ class _RowScatter(torch.autograd.Function):
         grad_SBO, dx_SBi = overlap.gather_product(grads[0], weight_Oi, axis)
         dw_Oi = None
         if ctx.needs_input_grad[1]:
-            task = functools.partial(_weight_gradient, weight_Oi, grad_SBO, x_SBi, x_SBi, axis)
-            if _postponed:
-                postpone(weight_Oi, task)
-            else:
-                dw_Oi = task()
+            rest = (grad_SBO, x_SBi, x_SBi, axis)
+            dw_Oi = now_or_postponed(_weight_gradient, weight_Oi, *rest)
         return dx_SBi, dw_Oi, None
 
 

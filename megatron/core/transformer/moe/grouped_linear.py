@@ -7,7 +7,6 @@ Shapes: E experts of this rank, N rows (of all experts, one expert after the oth
 output features of this rank.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,13 +56,8 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_NI = ctx.products.product(grad_NO, weight_EOI, sizes)
         if ctx.needs_input_grad[1]:
-            task = functools.partial(
-                _weight_gradient, weight_EOI, grad_NO, x_NI, sizes, ctx.products
-            )
-            if layers.is_postponing():
-                layers.postpone(weight_EOI, task)
-            else:
-                dw_EOI = task()
+            rest = (grad_NO, x_NI, sizes, ctx.products)
+            dw_EOI = layers.now_or_postponed(_weight_gradient, weight_EOI, *rest)
         if bias_EO is not None and ctx.needs_input_grad[2]:
             sums = grad_NO.new_zeros(bias_EO.shape)
             for expert, rows in parts(sizes):

@@ -9,7 +9,6 @@ to ``weight.grad``, so that a microbatch's is never rounded to half, and may be 
 Shapes: T tokens, H hidden, E experts.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -41,11 +40,7 @@ class _Wide(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_TH = (grad_TE @ weight_EH.to(grad_TE.dtype)).to(x_TH.dtype)
         if ctx.needs_input_grad[1]:
-            task = functools.partial(_weight_gradient, weight_EH, grad_TE, x_TH)
-            if layers.is_postponing():
-                layers.postpone(weight_EH, task)
-            else:
-                dw_EH = task()
+            dw_EH = layers.now_or_postponed(_weight_gradient, weight_EH, grad_TE, x_TH)
         return dx_TH, dw_EH, None
 
 
