@@ -11,7 +11,13 @@ from typing import NamedTuple
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.plan import BlockKind, layer_plan, loss_pieces, mtp_layer_plan
+from megatron.core.transformer.plan import (
+    BlockKind,
+    judged_routers_of,
+    layer_plan,
+    loss_pieces,
+    mtp_layer_plan,
+)
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks
@@ -58,13 +64,11 @@ def add_biases(book: Book, config: RunConfig, pp_rank: int) -> None:
     model = config.model
     if not model.router.moe_router_enable_expert_bias or model.moe.num_experts is None:
         return
-    plan, biased = layer_plan(model), 0
+    biased, judged = 0, judged_routers_of(model)
     for position in config.placement.positions(pp_rank):
         stage = config.stages[position]
-        ahead = [mtp_layer_plan(model, depth) for depth in range(stage.num_mtp_layers)]
-        for layer in (*(plan[number] for number in stage.layers), *ahead):
-            has_experts = any(part.kind == "moe" for part in layer.sublayers)
-            biased += has_experts and layer.number >= model.router.moe_n_hash_layers
+        ahead = range(model.num_layers, model.num_layers + stage.num_mtp_layers)
+        biased += sum(number in judged for number in (*stage.layers, *ahead))
     for axis in ("dp", "tp", "cp"):
         size = biased * model.moe.num_experts * INDEX
         book.add(axis, "all_reduce", size, calls=int(biased > 0))
