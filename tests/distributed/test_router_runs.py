@@ -69,6 +69,19 @@ def test_experts_that_are_filled_up_give_the_same(pool: Pool, layout: str) -> No
     assert apart.are_equal, apart
 
 
+def test_equal_weights_are_dropped_by_position_whatever_rounding_makes_of_them(pool: Pool) -> None:
+    """Tokens with the same history have equal weights, but for their last bits."""
+    words = (
+        "--position-embedding-type rope --num-experts 6 --swiglu --moe-router-topk 3 "
+        "--moe-router-score-function sigmoid --moe-aux-loss-coeff 0.3 "
+        "--moe-expert-capacity-factor 0.9"
+    )
+    expected = outcome(pool, 1, words)[0]
+    found = outcome(pool, 2, f"{words} {CP} 2")[0]
+    apart = outcomes.compare(found, expected)
+    assert apart.are_equal, apart
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_par_20_logged_losses_do_not_grow_with_the_stages(pool: Pool, stages: int) -> None:
     # Each stage's sum over its layers was logged as if it were a mean over all.

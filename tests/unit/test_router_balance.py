@@ -64,6 +64,21 @@ def test_full_experts_drop_the_last_in_line(policy: str, kind: str, factor: floa
     assert routing.counts_E.tolist() == chosen
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [1.0, 0.5, 1 / 3, 0.123456, 3e-30])
+def test_of_weights_that_are_equal_but_for_rounding_the_first_is_kept(
+    dtype: torch.dtype, weight: float
+) -> None:
+    less, more = 1 - 4 * torch.finfo(dtype).eps, 1 + 4 * torch.finfo(dtype).eps
+    smaller, larger = 1 - 2e-3, 1 + 2e-3
+    factors = torch.tensor([smaller, less, 1.0, more, less, larger], dtype=dtype)
+    experts_TK, late_T = torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    for limit, kept in ((1, [5]), (2, [1, 5]), (3, [1, 2, 5]), (5, [1, 2, 3, 4, 5])):
+        weights_TK = (weight * factors)[:, None]
+        arguments = (experts_TK, weights_TK, late_T, torch.arange(6), limit, SERIAL)
+        assert capacity.kept(*arguments).flatten().nonzero().flatten().tolist() == kept
+
+
 def test_room_for_all() -> None:
     routing = router_of(moe_expert_capacity_factor=float(EXPERTS))(tokens(), Context(), SHAPE)
     assert routing.kept_TK.all() and routing.kept_counts_E.equal(routing.counts_E)
