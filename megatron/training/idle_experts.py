@@ -37,7 +37,10 @@ def _idle_in_model(config: RunConfig) -> dict[str, str]:
         idle |= dict.fromkeys(pairs, "an iteration has one microbatch")
     if moe.moe_token_dispatcher_type != "flex":
         names = ("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms")
-        idle |= dict.fromkeys(names, "no --moe-token-dispatcher-type flex")
+        # Where something stands for flex, it may have been given.
+        on_cpu = config.process.device == "cpu"
+        why = "--device is cpu" if on_cpu else "no --moe-token-dispatcher-type flex"
+        idle |= dict.fromkeys(names, why)
     if sizes.expert_model_parallel_size == 1:
         idle["log_moe_overload_factor"] = "--expert-model-parallel-size is 1"
     return idle | _idle_in_router(router) | _idle_by_token_id(config.model)

@@ -267,6 +267,9 @@ def test_a_plan_needs_no_package() -> None:
     needs = "--moe-token-dispatcher-type flex needs CUDA, --bf16 and the package deep_ep"
     assert any(needs in line for line in run.lines())
     assert not any(needs in line for line in here.lines())
+    here = plan(f"{words} --moe-token-dispatcher-type flex --moe-enable-deepep --device cpu")
+    assert any("--moe-flex-dispatcher-backend (--device is cpu)" in line for line in here.lines())
+    assert not any("no --moe-token-dispatcher-type flex" in line for line in here.lines())
     idle = plan(f"{words} --moe-flex-dispatcher-num-sms 24")
     assert any("no --moe-token-dispatcher-type flex" in line for line in idle.lines())
 

@@ -47,6 +47,14 @@ GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_to
             {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_fusion": True},
             "sinkhorn and --moe-router-fusion",
         ),
+        (
+            {
+                "moe_router_load_balancing_type": ("sinkhorn",),
+                "moe_router_topk": 1,
+                "moe_n_hash_layers": 1,
+            },
+            "--moe-n-hash-layers (1) does not go with --moe-router-load-balancing-type sinkhorn",
+        ),
         ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
         ({"moe_input_jitter_eps": 1.0}, "must lie in [0, 1)"),
         ({"moe_expert_capacity_factor": 0.0}, "must not be zero"),
