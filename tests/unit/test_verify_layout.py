@@ -325,6 +325,38 @@ def test_bytes_are_shown_beside_the_closed_form() -> None:
     assert shown.endswith("DIFFERS")
 
 
+EXPERTS = f"{TINY} {ROPE} --num-experts 4 --moe-token-dispatcher-type alltoall"
+DROPS = f"{EXPERTS} --moe-expert-capacity-factor 0.9"
+SINKHORN = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn"
+SPREAD = "dp2 --expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "key", "calls", "size", "said"),
+    [
+        (DROPS, SPREAD, ("etp_ep", "all_to_all"), 0, -8, "at most that: full experts drop choices"),
+        (DROPS, SPREAD, ("etp_ep", "all_to_all"), 0, 8, "DIFFERS"),
+        (DROPS, SPREAD, ("etp_ep", "all_to_all"), -1, -8, "DIFFERS"),
+        (DROPS, SPREAD, ("etp_ep", "all_gather"), 0, -8, "DIFFERS"),
+        (EXPERTS, SPREAD, ("etp_ep", "all_to_all"), 0, -8, "DIFFERS"),
+        (SINKHORN, "cp2", ("cp", "all_reduce"), 3, 96, "at least that: nobody knows the rounds of"),
+        (SINKHORN, "cp2", ("cp", "shift"), 0, 8, "DIFFERS"),
+        (SINKHORN, "dp2", ("dp_cp", "all_reduce"), 1, 8, "DIFFERS"),
+        (EXPERTS, "cp2", ("cp", "all_reduce"), 1, 8, "DIFFERS"),
+    ],
+)
+def test_a_closed_form_that_is_a_bound_is_said_to_be_one(
+    words: str, layout: str, key: tuple[str, str], calls: int, size: int, said: str
+) -> None:
+    config = small(words).on(parse_layout(layout, "test"))
+    counted = tool.closed_form(config)
+    before = counted[1].get(key, (0, 0))
+    counted[1] = {**counted[1], key: (before[0] + calls, before[1] + size)}
+    shown = {line.split()[0]: line for line in tool.traffic_lines(config, counted)}
+    assert said in shown.pop(key[0])
+    assert all(line.endswith("as the closed form") for line in shown.values())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
