@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.transformer.moe import statistics
-from megatron.core.transformer.moe.balanced import Noted
+from megatron.core.transformer.moe.balance import Noted
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.moe.router_config import Z_LOSS
 

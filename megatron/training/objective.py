@@ -19,7 +19,7 @@ loss does: over one denominator, then. (Per token, a plain sum would count less,
 further ahead are fewer. Megatron-LM does the same.)
 
 Losses of routers of experts are functions of one microbatch, made on whatever stage has the layer
-(`core.transformer.moe.balanced`): of each the mean over the layers counts as the mean of a
+(`core.transformer.moe.balance`): of each the mean over the layers counts as the mean of a
 microbatch's main loss does, and so over the same denominator. The layers are those that have the
 loss, which of balance are those that choose by score. Weights are of each layer.
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron.core import comm
 from megatron.core.mesh import Mesh
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 from megatron.training.batches import Batch
 from megatron.training.expert_loads import Counted, Loads, LoadSums
 

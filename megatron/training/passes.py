@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Schedule
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel.layers import postponing
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 from megatron.core.utils import divide
 from megatron.training.batches import Batch
 from megatron.training.expert_loads import Counted, layer_numbers

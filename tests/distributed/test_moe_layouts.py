@@ -124,7 +124,7 @@ LAYOUTS = [
         "--data-parallel-sharding-strategy optim_grads --overlap-grad-reduce",
     ),
 ]
-USUAL = (0, 3, 7, 8)
+USUAL = (0, 3, 7, 8, 11, 15, 20)
 """Numbers of the layouts that every run of the tests tries."""
 
 

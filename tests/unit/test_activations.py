@@ -12,7 +12,7 @@ from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.rng import DropoutKey
 from megatron.core.tokenizers.vocabulary import resolve_vocabulary
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 from megatron.training.arguments import parse
 from megatron.training.config import RunConfig
 from megatron.training.plan import activations, attention_bytes

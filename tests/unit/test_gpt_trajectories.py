@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.precision.config import PrecisionConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fusion_config import FusionConfig
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 from megatron.core.transformer.plan import routers_of
 from megatron.training import expert_loads
 from megatron.training.checkpoint_config import CheckpointConfig

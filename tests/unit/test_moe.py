@@ -10,7 +10,7 @@ from megatron.core.mesh import Axis, Mesh
 from megatron.core.transformer.backends import choose_backends
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 from megatron.core.transformer.moe.dispatcher import _by_expert, build_dispatcher
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.plan import layer_plan, mtp_layer_plan

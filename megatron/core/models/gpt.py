@@ -31,7 +31,7 @@ from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context, KeyValueCache
 from megatron.core.transformer.layer import Surroundings
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 from megatron.core.transformer.plan import layer_plan
 
 

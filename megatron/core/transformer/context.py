@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.kernels.attention import Packing
 from megatron.core.rng import DropoutKey
-from megatron.core.transformer.moe.balanced import Balance
+from megatron.core.transformer.moe.balance import Balance
 
 
 class KeyValueCache(Protocol):

@@ -33,7 +33,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
 from megatron.core.transformer.init import inner_init
 from megatron.core.transformer.moe import (
-    balance,
+    auxiliary_losses,
     capacity,
     expert_bias,
     noise,
@@ -96,7 +96,7 @@ class Router(nn.Module):
             self.expert_bias = make_parameter(record, (num_experts,), mesh, self.weights_dtype)
             self.expert_bias.requires_grad_(False)
         self.tally = Tally(num_experts, mesh.device)
-        self.global_counts = balance.GlobalCounts(mesh.dp)
+        self.global_counts = auxiliary_losses.GlobalCounts(mesh.dp)
 
     def forward(
         self, x_TH: Tensor, context: Context, shape: tuple[int, int], *, filled: int = 0
@@ -197,7 +197,7 @@ class Router(nn.Module):
         """Return the auxiliary losses, in training; of balance none where token ids decide."""
         if not (self.training and torch.is_grad_enabled()):
             return {}
-        found = balance.losses(
+        found = auxiliary_losses.losses(
             logits_TE, self.config, valid_T, samples, self.sharers.total, partial(self._so_far, key)
         )
         if self.by_token_id:
