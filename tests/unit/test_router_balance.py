@@ -14,7 +14,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.rng import DropoutKey
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import expert_bias, padding, sinkhorn, statistics
+from megatron.core.transformer.moe import capacity, expert_bias, padding, sinkhorn, statistics
 from megatron.core.transformer.moe.expert_bias import Tally
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import biased_routers, update_expert_biases
