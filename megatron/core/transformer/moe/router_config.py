@@ -193,9 +193,9 @@ class RouterConfig(Config):
             raise UserError(
                 f"--moe-n-hash-layers ({self.moe_n_hash_layers}) does not go with "
                 "--moe-router-load-balancing-type sinkhorn and --moe-router-topk 1: a layer whose "
-                "experts follow from the token's id weighs them by the softmax of the chosen, which "
-                "is 1 of one, and its router would not learn; drop --moe-n-hash-layers, or give "
-                "--moe-router-topk 2 or another kind of balancing"
+                "experts follow from the token's id weighs them by the softmax of the chosen, "
+                "which is 1 of one, and its router would not learn; drop --moe-n-hash-layers, or "
+                "give --moe-router-topk 2 or another kind of balancing"
             )
 
     @property
