@@ -62,13 +62,17 @@ class Generator:
         """Return whether what is said goes on where the prompt ends."""
         return True
 
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return [int(token) for token in self.tokenizer.encode(text)]
+
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's ids; an empty prompt is the start of a document.
 
         Raises:
             UserError: the prompt is empty and the tokenizer has no end-of-document token.
         """
-        ids = [int(token) for token in self.tokenizer.encode(prompt)]
+        ids = self.ids(prompt)
         if ids:
             return ids
         if self.tokenizer.eod is None:
@@ -83,7 +87,7 @@ class Generator:
         """
         stops = [self.tokenizer.eod] if at_document_end and self.tokenizer.eod is not None else []
         for word in words:
-            ids = [int(token) for token in self.tokenizer.encode(word)]
+            ids = self.ids(word)
             if len(ids) != 1:
                 raise UserError(
                     f"--stop-token {word!r} is {len(ids)} tokens ({ids}); give a single one"
@@ -176,28 +180,42 @@ class Filler(Generator):
         """Return whether what is said goes on where the prompt ends: it does not."""
         return False
 
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, of which each mark is one.
+
+        Raises:
+            UserError: the tokenizer has no token for a mark.
+        """
+        sentinels, ids = self.tokenizer.special.sentinels, list[int]()
+        for part in _MARK.split(text):
+            if not _MARK.fullmatch(part):
+                ids += super().ids(part) if part else []
+            elif int(part[10:-1]) < len(sentinels):
+                ids.append(sentinels[int(part[10:-1])])
+            else:
+                raise UserError(f"{part}: the model has {len(sentinels)} marks")
+        return ids
+
     def encode(self, prompt: str) -> list[int]:
         """Return the ids that the encoder reads.
 
         Raises:
-            UserError: the prompt is empty, has no mark, whose place an answer would take, or one
-                that the tokenizer has no token for.
+            UserError: the prompt is empty, has no mark, whose place an answer would take, one
+                twice, or one that the tokenizer has no token for.
         """
-        special, ids = self.tokenizer.special, list[int]()
-        for part in _MARK.split(prompt):
-            number = _MARK.fullmatch(part)
-            if number is None:
-                ids += [int(token) for token in self.tokenizer.encode(part)] if part else []
-            elif int(part[10:-1]) < len(special.sentinels):
-                ids.append(special.sentinels[int(part[10:-1])])
-            else:
-                raise UserError(f"{part}: the model has {len(special.sentinels)} marks")
+        special, ids, marks = self.tokenizer.special, self.ids(prompt), _MARK.findall(prompt)
         if not ids:
             raise UserError("an empty prompt: give a text with marks, such as <extra_id_0>")
-        if not _MARK.search(prompt):
+        if not marks:
             raise UserError(
                 f"prompt {prompt!r} has no mark to be filled in; put <extra_id_0> where the model "
                 "is to write, <extra_id_1> at a second place, and so on"
+            )
+        twice = next((mark for mark in marks if marks.count(mark) > 1), None)
+        if twice is not None:
+            raise UserError(
+                f"prompt {prompt!r} has {twice} more than once; give each place a mark of its own, "
+                "<extra_id_0>, <extra_id_1> and so on"
             )
         return [*ids, special.eos] if self.ends_with_eos and special.eos is not None else ids
 
@@ -221,13 +239,18 @@ class Filler(Generator):
         return self.tokenizer.decode(kept)
 
     def shown(self, prompt: str, text: str) -> str:
-        """Return the prompt with what was said in the places of its marks."""
+        """Return the prompt with what was said in the places of its marks.
+
+        Of a mark that is said again the first time counts, as it does for `tools/span_accuracy.py`.
+        """
         _, *said = _MARK.split(text)
-        spans = dict(zip(said[::2], said[1::2], strict=False))
+        spans: dict[str, str] = {}
+        for mark, span in zip(said[::2], said[1::2], strict=True):
+            spans.setdefault(mark, span)
         return "".join(spans.get(part, part) for part in _MARK.split(prompt))
 
 
-_MARK = re.compile(r"(<extra_id_\d+>)")
+_MARK = re.compile(r"(<extra_id_(?:0|[1-9]\d*)>)")
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,18 @@ def test_marks_of_a_prompt_are_sentinels_and_are_filled() -> None:
     assert said == "<extra_id_0>be<extra_id_2>not"
     assert filler.shown("to <extra_id_0> or <extra_id_2>", said) == "to be or not"
     assert filler.shown("a <extra_id_1> b", said) == "a <extra_id_1> b"  # nothing was said of it
-    refusals = {"": "an empty prompt", "<extra_id_3>": "has 3 marks", "x": "put <extra_id_0> where"}
+    again = "<extra_id_0>be<extra_id_2>not<extra_id_0>me"
+    assert filler.shown("to <extra_id_0> or <extra_id_2>", again) == "to be or not"
+    assert filler.stop_tokens(["<extra_id_1>"], False) == [259]
+    # A mark is spelt in one way; what is not is text.
+    assert filler.encode("<extra_id_00><extra_id_0>") == [*b"<extra_id_00>", 258, 256]
+    assert filler.shown("<extra_id_00><extra_id_0>", said) == "<extra_id_00>be"
+    refusals = {
+        "": "an empty prompt",
+        "<extra_id_3>": "has 3 marks",
+        "x": "put <extra_id_0> where",
+        "<extra_id_1> x <extra_id_1>": "has <extra_id_1> more than once",
+    }
     for prompt, match in refusals.items():
         with pytest.raises(UserError, match=match):
             filler.encode(prompt)
