@@ -224,6 +224,9 @@ def test_the_plan_without_data_or_tokenizer_says_so() -> None:
     text = report(parse([*words, "--data-path", "nowhere"]), "pretrain_gpt")
     assert "absent tokens/epoch         ? epochs  nowhere" in text
     assert "vocabulary 50,257 rows" in text and "as a guess" in text
+    small = [*words, "--tokenizer-type", "ByteLevelTokenizer", "--vocab-size", "100"]
+    with pytest.raises(UserError, match="has 258 ids but the model's vocabulary has 100 rows"):
+        report(parse(small), "pretrain_gpt")
     assert "none named" in report(parse(words), "pretrain_gpt")
     words = [*words, "--tokenizer-type", "BertWordPieceCase", "--vocab-extra-ids", "100"]
     assert "vocabulary 29,098 rows" in report(parse(words), "pretrain_gpt")

@@ -40,15 +40,20 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | UserError:
 def plan_vocabulary(
     config: TokenizerConfig, tokenizer: Tokenizer | UserError, tp: int
 ) -> PlannedVocabulary:
-    """Return the rows that the flags give, or the tokenizer's files, or as a guess known ones."""
+    """Return the rows that the flags give, or the tokenizer's files, or as a guess known ones.
+
+    Raises:
+        UserError: the flags contradict the tokenizer or each other.
+    """
+    source = f"{config.tokenizer_type}"
     if config.vocab_size is not None:
-        # A null tokenizer adds the end-of-document id.
-        ids = config.vocab_size + (config.tokenizer_type == "NullTokenizer")
         source = f"--vocab-size {config.vocab_size}"
-    elif isinstance(tokenizer, UserError):
-        ids, source = _guess(config, tokenizer)
+    if not isinstance(tokenizer, UserError):
+        ids = tokenizer.vocab_size
+    elif config.vocab_size is not None:
+        ids = config.vocab_size
     else:
-        ids, source = tokenizer.vocab_size, f"{config.tokenizer_type}"
+        ids, source = _guess(config, tokenizer)
     sizes = resolve_vocabulary(config, ids, tp)
     return PlannedVocabulary(sizes.rows, sizes.padded_rows, source)
 
