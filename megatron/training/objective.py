@@ -16,7 +16,8 @@ Auxiliary losses, such as those of multi-token prediction, are added with their 
 
 Each has a mask of its own, and its mean over a microbatch counts as much as the microbatch's main
 loss does: over one denominator, then. (Per token, a plain sum would count less, since tokens
-further ahead are fewer. Megatron-LM does the same.)
+further ahead are fewer. Megatron-LM does the same.) So what they add depends on which samples
+share a microbatch, but on no layout.
 
 Losses of routers of experts are functions of one microbatch, made on whatever stage has the layer
 (`core.transformer.moe.balance`): of each the mean over the layers counts as the mean of a
