@@ -84,7 +84,7 @@ def expected_calls(kind: str, routing: Routing, ranks: int, etp: int) -> list[tu
 def _travels(
     kind: str, x_TH: Tensor, routing: Routing, first: int, etp: int, mesh: Mesh
 ) -> dict[str, Tensor]:
-    dispatch = build_dispatcher(kind, EXPERTS, mesh)
+    dispatch = build_dispatcher(kind, EXPERTS, mesh, torch.float64)
     with comm.recording() as calls, comm.counting() as traffic, reading() as reads:
         found = list[tuple[str, str, int]]()
         traffic.add = lambda axis, name, size: found.append((axis.name, name, size))  # type: ignore[method-assign]

@@ -251,7 +251,7 @@ def test_a_package_that_is_missing_is_named_with_the_way_out() -> None:
     with pytest.raises(
         UserError, match="flex: deep_ep.*DeepEP.*--moe-token-dispatcher-type alltoa"
     ):
-        build_dispatcher("flex", 4, mesh)
+        build_dispatcher("flex", 4, mesh, torch.bfloat16)
 
 
 def test_a_plan_needs_no_package() -> None:

@@ -15,7 +15,7 @@ from megatron.training.plan.attention_bytes import Piece
 from megatron.training.plan.share import Region, Share
 
 INDEX = 8
-"""Bytes of the number of a row, a token or an expert."""
+"""Bytes of the number of a row, a token or an expert, or of a count."""
 
 DTYPES = {"fp32": "float32", "fp64": "float64"}
 

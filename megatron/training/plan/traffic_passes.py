@@ -21,7 +21,8 @@ from megatron.core.transformer.plan import (
 from megatron.core.utils import divide
 from megatron.training.config import RunConfig
 from megatron.training.plan import stacks
-from megatron.training.plan.traffic_routers import INDEX, add_router
+from megatron.training.plan.saved_routers import INDEX
+from megatron.training.plan.traffic_routers import add_router
 
 
 class Cost(NamedTuple):

@@ -9,9 +9,8 @@ from typing import Protocol
 from megatron.core.optimizer.memory import BYTES
 from megatron.core.transformer.moe.router_config import LOSS_NAMES
 from megatron.training.config import RunConfig
+from megatron.training.plan.saved_routers import INDEX
 
-INDEX = 8
-"""Bytes of the number of an expert, or of a count."""
 FP64 = 8
 
 

@@ -67,8 +67,8 @@ def build_dispatcher(
     kind: str,
     num_experts: int,
     mesh: Mesh,
+    dtype: torch.dtype,
     moves: Moves = permute.REFERENCE,
-    dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
 ) -> Dispatcher:
     """Return the dispatcher that a value of --moe-token-dispatcher-type asks for.
@@ -77,8 +77,8 @@ def build_dispatcher(
         kind: the value.
         num_experts: of the model.
         mesh: axes and device.
-        moves: sorts tokens by expert and joins their outputs.
         dtype: of the tokens.
+        moves: sorts tokens by expert and joins their outputs.
         num_sms: multiprocessors for a package, if it is told.
 
     Raises:

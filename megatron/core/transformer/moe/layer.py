@@ -93,8 +93,8 @@ class MoELayer(nn.Module):
             moe.moe_token_dispatcher_type,
             moe.num_experts,
             mesh,
-            backends.permute,
             dtype,
+            backends.permute,
             moe.moe_flex_dispatcher_num_sms,
         )
         self.pads = config.router.moe_pad_expert_input_to_capacity

@@ -20,7 +20,8 @@ class Routing:
     """What a router decided about the tokens of this rank, and what that costs."""
 
     experts_TK: Tensor
-    """Chosen experts, int64, the best first. Tokens are those of ``x_SBH.reshape(-1, H)``."""
+    """Chosen experts, int64: the best first where a router chooses by score. Tokens are
+    those of ``x_SBH.reshape(-1, H)``."""
     weights_TK: Tensor
     """What an expert's output is multiplied by: fp32, or fp64 in an fp64 model; differentiable."""
     kept_TK: Tensor | None
