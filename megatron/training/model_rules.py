@@ -65,8 +65,9 @@ def positions_reach_the_sequence(config: RunConfig, origins: Origins) -> None:
     """A learned table has a row for each position."""
     position, data = config.model.position, config.data
     rows = position.max_position_embeddings
+    length = "--encoder-seq-length" if config.model.has_two_stacks else "--seq-length"
     for name, seq in (
-        ("--seq-length", data.seq_length),
+        (length, data.seq_length),
         ("--decoder-seq-length", data.t5.decoder_seq_length or 0),
     ):
         if position.position_embedding_type == "learned_absolute" and rows < seq:

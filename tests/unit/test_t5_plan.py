@@ -163,7 +163,8 @@ def test_heads_need_not_fill_the_hidden_size() -> None:
         ("--qk-layernorm", "--qk-layernorm"),
         (f"{RELATIVE} --relative-attention-num-buckets 7", "must be even"),
         (f"{RELATIVE} --relative-attention-max-distance 16", "must be above half"),
-        ("--max-position-embeddings 31", "--seq-length (32)"),
+        ("--max-position-embeddings 31", "is less than --encoder-seq-length (32)"),
+        ("--mtp-num-layers 1", "--mtp-num-layers: an encoder-decoder"),
         ("--encoder-pipeline-model-parallel-size 1", "--pipeline-model-parallel-split-rank"),
         ("--encoder-tensor-model-parallel-size 2", "--tensor-model-parallel-size is of both"),
         ("--decoder-seq-length 40 --max-position-embeddings 32", "--decoder-seq-length (40)"),
@@ -214,3 +215,10 @@ def test_a_missing_length_is_called_as_users_of_the_program_call_it() -> None:
 def test_settings_of_other_positions_are_named() -> None:
     run = parsed("--relative-attention-num-buckets 16")
     assert any("--relative-attention-num-buckets" in note for note in run.no_effect)
+
+
+def test_a_plan_refuses_fewer_rows_than_the_tokenizer_has_ids() -> None:
+    """As the run does: 256 bytes, two special tokens and 16 marks."""
+    words = f"{SMALL} --tokenizer-type ByteLevelTokenizer --vocab-extra-ids 16 --dry-run".split()
+    with pytest.raises(UserError, match=r"has 27\d ids but the model's vocabulary has 100 rows"):
+        report(parse(words, program="pretrain_t5"), "pretrain_t5")

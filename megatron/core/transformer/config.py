@@ -344,7 +344,7 @@ class TransformerConfig(Config):
         self._check_patterns()
         if self.mla.multi_latent_attention:
             self._check_latent_attention()
-        if self.mtp.depths:
+        if self.mtp.depths and not self.has_two_stacks:  # those have none: see _check_stacks
             self._check_multi_token_prediction()
         if self.bert.encoder_alone:
             self._check_encoder_alone()
