@@ -45,6 +45,11 @@ class Mixtral(Llama):
             "moe_ffn_hidden_size": width,
         }
 
+    def misfits(self, config: TransformerConfig) -> list[str]:
+        if config.moe.num_experts is None:
+            return ["layers without experts"]
+        return super().misfits(config)
+
     def to_theirs(self, config: TransformerConfig) -> dict[str, Any]:
         theirs = super().to_theirs(config)
         return {name: value for name, value in theirs.items() if name not in _BIASES} | {

@@ -283,3 +283,10 @@ def test_what_is_written_is_read_by_the_library_of_the_format(tmp_path: Path) ->
     opened = open_weights(tmp_path)
     assert opened.tensors == shapes
     opened.close()
+
+
+def test_a_model_without_experts_is_told_so_by_the_family_of_experts() -> None:
+    """And not that a number which nobody gave is wrong."""
+    dense = TransformerConfig.resolve(num_layers=1, hidden_size=8, num_attention_heads=2)
+    (family,) = (one for one in FAMILIES if one.architecture == "MixtralForCausalLM")
+    assert family.misfits(dense) == ["layers without experts"]
