@@ -12,7 +12,7 @@ class MaskingConfig(Config):
 
     short_seq_prob: float = option(0.1)
     """Share of the samples that are made shorter, under --span-corruption ngrams or
-    --masked-words."""
+    --masked-words: one in round(1 / X), so 0.4 is a third, above two thirds all, and 0 none."""
 
     masking_max_ngram: int = option(derived="10, or 3 with --masked-words")
     """Words of a span at most, under --span-corruption ngrams or --masked-words."""
