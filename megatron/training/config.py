@@ -98,15 +98,18 @@ class RunConfig(Config):
     def placement(self) -> Placement:
         """Return where the stages of the pipeline live."""
         ranks = self.parallel.pipeline_model_parallel_size
-        return self.pipeline.placement(self.model.all_layers, ranks)
+        return self.pipeline.placement(self.model.all_layers, ranks, self._encoder_layers)
 
     @property
     def stages(self) -> list[Stage]:
         """Return every stage of the pipeline, by position."""
         ranks = self.parallel.pipeline_model_parallel_size
         model = self.model
-        encoder = model.num_layers if model.has_two_stacks else None
-        return self.pipeline.stages(model.all_layers, ranks, model.mtp.depths, encoder)
+        return self.pipeline.stages(model.all_layers, ranks, model.mtp.depths, self._encoder_layers)
+
+    @property
+    def _encoder_layers(self) -> int | None:
+        return self.model.num_layers if self.model.has_two_stacks else None
 
     @property
     def sequence_shares(self) -> int:

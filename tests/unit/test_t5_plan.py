@@ -21,6 +21,7 @@ SMALL = (
 BERT = SMALL.replace("--decoder-seq-length 12", "").replace("--encoder-seq", "--seq")
 FOUR = "--dry-run-world-size 4"
 RELATIVE = "--position-embedding-type relative"
+BOTH = "--num-layers (1) + --decoder-num-layers (1)"
 CHOICES = [
     "",
     "--decoder-num-layers 2 --kv-channels 24 --untie-embeddings-and-output-weights",
@@ -172,6 +173,32 @@ def test_heads_need_not_fill_the_hidden_size() -> None:
 )
 def test_refusals(text: str, words: str) -> None:
     assert words in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "--num-virtual-stages-per-pipeline-rank 2",
+            f"{BOTH} must be at least 4 = --pipeline-model-parallel-size (2) x "
+            "--num-virtual-stages-per-pipeline-rank (2)",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            f"{BOTH} is not divisible by --pipeline-model-parallel-size (2) x",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 3",
+            f"--decoder-first-pipeline-num-layers (3) leaves -1 of {BOTH} for the other",
+        ),
+        ("--pipeline-model-parallel-layout Ett|tL", f"has 3 t, not {BOTH}"),
+    ],
+)
+def test_layers_of_a_pipeline_are_those_of_both_stacks(text: str, words: str) -> None:
+    """A message names both flags: their sum is what nobody gave."""
+    layout = "--pipeline-model-parallel-size 2 --dry-run-world-size 2"
+    said = refused(f"--num-layers 1 --decoder-num-layers 1 {layout} {text}")
+    assert words in said
 
 
 def test_files_say_which_tokenizer_is_meant() -> None:

@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel.placement import Placement
 from megatron.core.pipeline_parallel.schedules import Schedule, ScheduleName, make_schedule
 from megatron.core.pipeline_parallel.stages import (
     SPLIT,
+    Layers,
     Stage,
     chunks_per_rank,
     plan_stages,
@@ -93,8 +94,10 @@ class PipelineConfig(Config):
         if self.pipeline_model_parallel_layout is not None:
             parse_layout(self.pipeline_model_parallel_layout)  # a misspelled one is never passed by
 
-    def placement(self, num_layers: int, num_ranks: int) -> Placement:
-        """Return where the stages of a model live.
+    def placement(
+        self, num_layers: int, num_ranks: int, encoder_layers: int | None = None
+    ) -> Placement:
+        """Return where the stages of a model live; the arguments are those of `stages`.
 
         One rank holds all layers as one stage, whatever is said of stages.
 
@@ -107,7 +110,7 @@ class PipelineConfig(Config):
             raise UserError(
                 f"--pipeline-model-parallel-size ({num_ranks}) must be at most {MOST_RANKS}"
             )
-        placement = self._placement(num_layers, num_ranks)
+        placement = self._placement(num_layers, num_ranks, encoder_layers)
         if placement.num_stages > MOST_STAGES:
             raise UserError(
                 f"{placement.num_stages} stages = --pipeline-model-parallel-size ({num_ranks}) x "
@@ -115,11 +118,11 @@ class PipelineConfig(Config):
             )
         return placement
 
-    def _placement(self, num_layers: int, num_ranks: int) -> Placement:
+    def _placement(self, num_layers: int, num_ranks: int, encoder_layers: int | None) -> Placement:
         """Return where the stages live on several ranks, however many there are."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         chunks = chunks_per_rank(
-            num_layers,
+            _stacks(num_layers, encoder_layers),
             num_ranks,
             counted_ends=sum(ends),
             layers_per_stage=self.num_layers_per_virtual_pipeline_stage,
@@ -160,8 +163,8 @@ class PipelineConfig(Config):
         layout = self._split(num_layers, num_ranks, encoder_layers)
         layout = layout or self.pipeline_model_parallel_layout
         stages = plan_stages(
-            num_layers,
-            self.placement(num_layers, num_ranks),
+            _stacks(num_layers, encoder_layers),
+            self.placement(num_layers, num_ranks, encoder_layers),
             first=self.decoder_first_pipeline_num_layers,
             last=self.decoder_last_pipeline_num_layers,
             account_for_embedding=self.account_for_embedding_in_pipeline_split,
@@ -213,7 +216,8 @@ class PipelineConfig(Config):
                 "-last-pipeline-num-layers, --account-for-...) each say how layers are split; keep "
                 "one"
             )
-        return split_layout(num_layers, self.placement(num_layers, num_ranks), encoder_layers, rank)
+        placement = self.placement(num_layers, num_ranks, encoder_layers)
+        return split_layout(num_layers, placement, encoder_layers, rank)
 
     def _check_ranks(self, stages: list[Stage], num_layers: int, num_ranks: int) -> None:
         """Refuse a rank that would hold nothing and only pass activations on."""
@@ -254,3 +258,8 @@ class PipelineConfig(Config):
             group,
             combined=self.overlap_moe_expert_parallel_comm,
         )
+
+
+def _stacks(num_layers: int, encoder_layers: int | None) -> Layers:
+    """Return the layers of each stack."""
+    return num_layers if encoder_layers is None else (encoder_layers, num_layers - encoder_layers)

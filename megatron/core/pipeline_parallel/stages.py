@@ -16,6 +16,9 @@ PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 ACCOUNT = "--account-for-embedding/loss-in-pipeline-split"
 
+Layers = int | tuple[int, int]
+"""Layers of a model's one stack, or of an encoder and of its decoder."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -45,7 +48,7 @@ def make_stages(num_layers: int, num_stages: int) -> list[Stage]:
 
 
 def plan_stages(
-    num_layers: int,
+    num_layers: Layers,
     placement: Placement,
     *,
     first: int | None = None,
@@ -60,7 +63,7 @@ def plan_stages(
     A rank's own are those at `Placement.positions`.
 
     Args:
-        num_layers: of the model, without multi-token prediction.
+        num_layers: of the model, without multi-token prediction; of two stacks those of each.
         placement: ranks, and stages on each.
         first: layers on the first rank, over all its chunks; the others share the rest.
         last: the same on the last rank.
@@ -79,24 +82,25 @@ def plan_stages(
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each say how layers are split; keep one")
     mtp: list[int] | None = None
+    num_layers, layers = _counted(num_layers)
     if layout is not None:
-        counts, mtp = _laid_out(layout, num_layers, mtp_num_layers, placement)
+        counts, mtp = _laid_out(layout, num_layers, mtp_num_layers, placement, layers)
     elif ends:
-        counts = _with_given_ends(num_layers, placement, first, last)
+        counts = _with_given_ends(num_layers, placement, first, last, layers)
     else:
-        counts = _accounted(num_layers, placement, account_for_embedding, account_for_loss)
+        counts = _accounted(num_layers, placement, account_for_embedding, account_for_loss, layers)
     assert sum(counts) == num_layers and min(counts) >= 0, (counts, num_layers)
     last = placement.num_stages - 1
     mtp = [0] * last + [mtp_num_layers] if mtp is None else mtp
     meet = last > 0 and placement.owner(0)[0] == placement.owner(last)[0]
     return [
-        Stage(layers, index == 0, index == last, mtp[index], meet and index in (0, last))
-        for index, layers in enumerate(_ranges(counts))
+        Stage(held, index == 0, index == last, mtp[index], meet and index in (0, last))
+        for index, held in enumerate(_ranges(counts))
     ]
 
 
 def chunks_per_rank(
-    num_layers: int,
+    num_layers: Layers,
     num_ranks: int,
     *,
     counted_ends: int = 0,
@@ -107,7 +111,7 @@ def chunks_per_rank(
     """Return how many stages each rank holds, by whichever flag says so; one by default.
 
     Args:
-        num_layers: of the model.
+        num_layers: of the model; of two stacks those of each.
         num_ranks: ranks along the pipeline.
         counted_ends: how many of embedding and loss count as a layer.
         layers_per_stage: ``--num-layers-per-virtual-pipeline-stage``.
@@ -129,6 +133,7 @@ def chunks_per_rank(
             )
         return count // num_ranks
     if layers_per_stage is not None:
+        num_layers, layers = _counted(num_layers)
         total = num_layers + counted_ends
         if layers_per_stage < 1 or total % (num_ranks * layers_per_stage):
             per_rank, rest = divmod(total, num_ranks)
@@ -138,7 +143,7 @@ def chunks_per_rank(
             choices = f"{PER_STAGE} {' or '.join(map(str, near))}, or " if near else ""
             ends = f" + {counted_ends} for its ends" if counted_ends else ""
             raise UserError(
-                f"--num-layers ({num_layers}){ends} is not divisible by {SIZE} ({num_ranks}) x "
+                f"{layers}{ends} is not divisible by {SIZE} ({num_ranks}) x "
                 f"{PER_STAGE} ({layers_per_stage}); try {choices}{PER_RANK}, which allows "
                 "uneven stages"
             )
@@ -173,13 +178,15 @@ def split_layout(num_layers: int, placement: Placement, encoder_layers: int, ran
     return f"E{'|'.join(stages)}L"
 
 
-def _accounted(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> list[int]:
+def _accounted(
+    num_layers: int, placement: Placement, embedding: bool, loss: bool, layers: str
+) -> list[int]:
     """Return an even split in which the ends of the model may count as a layer each."""
     total = num_layers + embedding + loss
     if total < placement.num_stages:
         ends = " + ".join(["", *(["the embedding"] * embedding), *(["the loss"] * loss)])
         raise UserError(
-            f"--num-layers ({num_layers}){ends} must be at least {_stages(placement)}; "
+            f"{layers}{ends} must be at least {_stages(placement)}; "
             "raise the former or lower the latter"
         )
     counts = _evenly(total, placement.num_stages)
@@ -187,12 +194,12 @@ def _accounted(num_layers: int, placement: Placement, embedding: bool, loss: boo
     counts[-1] -= loss
     # One stage that is both ends, or the only layer of two stages, may have none left to give.
     if min(counts) < 0:
-        raise UserError(f"--num-layers ({num_layers}) leaves nothing for {_stages(placement)}")
+        raise UserError(f"{layers} leaves nothing for {_stages(placement)}")
     return counts
 
 
 def _with_given_ends(
-    num_layers: int, placement: Placement, first: int | None, last: int | None
+    num_layers: int, placement: Placement, first: int | None, last: int | None, layers: str
 ) -> list[int]:
     """Return a split in which the first or last rank holds a given number of layers."""
     ends, ranks = _ends(first, last), placement.num_ranks
@@ -203,12 +210,10 @@ def _with_given_ends(
     middle = ranks - (first is not None) - (last is not None)
     rest, least = num_layers - (first or 0) - (last or 0), middle * placement.num_chunks
     if middle == 0 and rest:
-        raise UserError(
-            f"{ends} must be --num-layers ({num_layers}), since {SIZE} ({ranks}) has no other ranks"
-        )
+        raise UserError(f"{ends} must be {layers}, since {SIZE} ({ranks}) has no other ranks")
     if rest < least:
         raise UserError(
-            f"{ends} leaves {rest} of --num-layers ({num_layers}) for the other {middle} "
+            f"{ends} leaves {rest} of {layers} for the other {middle} "
             f"rank{'s' * (middle > 1)} of {SIZE} ({ranks}), with {placement.num_chunks} "
             f"stage{'s' * (placement.num_chunks > 1)} each; give it at most {num_layers - least}"
         )
@@ -217,7 +222,7 @@ def _with_given_ends(
     short = [f"rank {rank}: {n}" for rank, n in enumerate(held) if n < placement.num_chunks]
     if short:
         raise UserError(
-            f"{ends} of --num-layers ({num_layers}) leaves fewer layers than stages "
+            f"{ends} of {layers} leaves fewer layers than stages "
             f"({PER_RANK} {placement.num_chunks}) on {', '.join(short)}; give a layer to each stage"
         )
     chunks = [_evenly(count, placement.num_chunks) for count in held]
@@ -232,7 +237,7 @@ def _ends(first: int | None, last: int | None) -> str:
 
 
 def _laid_out(
-    layout: str, num_layers: int, mtp_num_layers: int, placement: Placement
+    layout: str, num_layers: int, mtp_num_layers: int, placement: Placement, all_layers: str
 ) -> tuple[list[int], list[int]]:
     """Return a layout's layers and multi-token-prediction layers by position."""
     stages = parse_layout(layout)
@@ -241,12 +246,20 @@ def _laid_out(
     layers = [stage.num_layers for stage in stages]
     mtp = [stage.num_mtp_layers for stage in stages]
     if sum(layers) != num_layers:
-        raise UserError(f"{LAYOUT} {layout!r} has {sum(layers)} t, not --num-layers ({num_layers})")
+        raise UserError(f"{LAYOUT} {layout!r} has {sum(layers)} t, not {all_layers}")
     if sum(mtp) != mtp_num_layers:
         raise UserError(
             f"{LAYOUT} {layout!r} has {sum(mtp)} m, not --mtp-num-layers ({mtp_num_layers})"
         )
     return layers, mtp
+
+
+def _counted(num_layers: Layers) -> tuple[int, str]:
+    """Return the number of all layers, and it with the flags that it comes from."""
+    if isinstance(num_layers, int):
+        return num_layers, f"--num-layers ({num_layers})"
+    encoder, decoder = num_layers
+    return encoder + decoder, f"--num-layers ({encoder}) + --decoder-num-layers ({decoder})"
 
 
 def _stages(placement: Placement) -> str:
