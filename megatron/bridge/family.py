@@ -46,6 +46,7 @@ _ASIDE = frozenset(
         "moe_shared_expert_overlap moe_token_drop_policy".split(),
     )
 )
+_RELATIVE = {name for name in specs(PositionConfig) if name.startswith("relative_")}
 _ACTIVATIONS = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 
 
@@ -64,6 +65,8 @@ class Family(ABC):
     """A head that is there and is not the embedding is the model's, whatever its config says."""
     says_tied: ClassVar[str] = '"tie_word_embeddings": true'
     """What a config.json must say whose head is the embedding."""
+    kind: ClassVar[str] = "a decoder alone"
+    """Which stacks its models have, in the words of `kind_of`."""
     run_settings: ClassVar[Mapping[str, Any]] = {}
     """What else is known of the texts that its models read, as settings of a run of ours."""
 
@@ -90,9 +93,12 @@ class Family(ABC):
     def misfits(self, config: TransformerConfig) -> list[str]:
         """Return the settings of ours that this family cannot express, as on a command line."""
         try:
-            return _unlike(effective(config), effective(self._there_and_back(config)))
+            ours, again = effective(config), effective(self._there_and_back(config))
         except UserError as error:
-            return [str(error)]
+            return [str(error).removeprefix(f"{self.architecture}: ")]
+        # What has no effect there follows from a setting that is named itself.
+        both = {name: value for name, value in ours.items() if name in again}
+        return _unlike(both, again) or _unlike(ours, again)
 
     def left_out(self, config: TransformerConfig) -> list[str]:
         """Return the settings of training that this family cannot express, likewise.
@@ -137,10 +143,10 @@ def _idle(config: TransformerConfig) -> set[str]:
     if not config.mla.multi_latent_attention:
         idle |= set(specs(MLAConfig)) - {"multi_latent_attention"}
     if not position.is_rotary:
-        kept = {"position_embedding_type", "max_position_embeddings"}
-        if position.position_embedding_type == "relative":
-            kept |= {name for name in specs(PositionConfig) if name.startswith("relative_")}
+        kept = {"position_embedding_type", "max_position_embeddings", *_RELATIVE}
         idle |= set(specs(PositionConfig)) - kept
+    if position.position_embedding_type != "relative":
+        idle |= _RELATIVE
     if not position.use_rope_scaling:
         idle.add("rope_scaling_factor")
     if position.position_embedding_type != "yarn":
@@ -185,13 +191,24 @@ def choose_by_config(families: Sequence[Family], config: TransformerConfig) -> F
     Raises:
         UserError: none can; the message says what each lacks.
     """
-    reasons = []
+    reasons, kind = [], kind_of(config)
     for family in families:
-        misfits = family.misfits(config)
+        misfits = [f"{kind} (it is {family.kind})"]
+        if family.kind == kind:
+            misfits = family.misfits(config)
         if not misfits:
             return family
-        reasons.append(f"{family.architecture} has no {'; '.join(misfits)}")
+        reasons.append(f"{family.architecture}: {'; '.join(misfits)}")
+    others = "--to megatron or torch_dist" if kind == Family.kind else "--to megatron"
     raise UserError(
-        "this model is none that transformers' classes known here can compute:\n  "
+        f"this model, {kind}, is none that transformers' classes known here can compute, so it has "
+        f"no form for --to hf; {others} writes it. What each class has not:\n  "
         + "\n  ".join(reasons)
     )
+
+
+def kind_of(config: TransformerConfig) -> str:
+    """Return which stacks a model has, in words."""
+    if config.has_two_stacks:
+        return "an encoder with a decoder"
+    return "an encoder alone" if config.bert.encoder_alone else "a decoder alone"

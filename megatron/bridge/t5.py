@@ -45,6 +45,7 @@ class T5(Family):
     same_vectors = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     own_head_wins = True
     says_tied = '"tie_word_embeddings": true and "scale_decoder_outputs": false'
+    kind = "an encoder with a decoder"
     run_settings = {"span_corruption": "random_spans"}  # its texts end with eos
 
     def from_theirs(self, settings: Settings) -> dict[str, Any]:

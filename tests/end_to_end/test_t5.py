@@ -93,9 +93,14 @@ def test_no_export_is_made_yet(pool: Pool, straight: Path, tmp_path: Path) -> No
         f"--fp64 --load {straight / 'saved'} --ckpt-convert-format torch_dist "
         f"--ckpt-convert-save {tmp_path}"
     )
-    with pytest.raises(Exception, match="an encoder-decoder .*names there are not known"):
+    with pytest.raises(
+        Exception, match="an encoder-decoder .*names there are not known yet; .*--to megatron"
+    ):
         launch(pool, 1, "pretrain_t5", *f"{COMMON} {words}".split(), folder=tmp_path)
     words = f"convert --load {straight / 'saved'} --to torch_dist --save {tmp_path / 'out'}"
-    with pytest.raises(UserError, match=r"--to torch_dist: .*names there are not known"):
+    with pytest.raises(
+        UserError, match=r"--to torch_dist: .*not known yet; .*--to megatron .*--to hf"
+    ):
         checkpoint.main(words.split())
     assert not (tmp_path / "out").exists()
+    assert checkpoint.main(words.replace("torch_dist", "megatron").split()) == 0

@@ -162,6 +162,7 @@ def test_what_their_classes_cannot_compute_is_named_by_its_flag(
 def test_settings_that_change_no_result_are_no_obstacle() -> None:
     aside = {"recompute_granularity": "full", "recompute_method": "uniform"}
     aside |= {"recompute_num_layers": 1, "label_smoothing": 0.1, "rope_scaling_factor": 2.0}
+    aside |= {"relative_attention_num_buckets": 16}  # of other positions
     aside |= {"hidden_dropout": 0.0, "init_method_std": 0.5, "softmax_scale": 0.5}
     config = TransformerConfig.resolve(**AS_LLAMA | aside)
     assert Llama().misfits(config) == []

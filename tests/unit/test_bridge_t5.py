@@ -6,6 +6,7 @@ the encoder and whose vocabulary is odd.
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,50 @@ def test_what_t5_has_not_is_named_by_its_flag(change: dict[str, Any], flag: str)
     assert [one.misfits(good) == [] for one in hugging_face.FAMILIES].count(True) == 1
     found = family.misfits(TransformerConfig.resolve(**values | change))
     assert any(flag in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "lines", "absent"),
+    [
+        (
+            {"encoder_alone": True},
+            [
+                "this model, an encoder alone, is none .* for --to hf; --to megatron writes it",
+                r"GPT2LMHeadModel: an encoder alone \(it is a decoder alone\)$",
+                r"T5ForConditionalGeneration: an encoder alone \(it is an encoder with a ",
+            ],
+            "--",
+        ),
+        (
+            {"decoder_num_layers": 2},
+            [
+                "this model, an encoder with a decoder, is none .*; --to megatron writes it",
+                r"MixtralForCausalLM: an encoder with a decoder \(it is a decoder alone\)$",
+                r"T5ForConditionalGeneration: .*--position-embedding-type learned_absolute \(it",
+            ],
+            "--num-experts",
+        ),
+        (
+            {"position_embedding_type": "rope", "qk_layernorm": True},
+            [
+                "this model, a decoder alone, .*; --to megatron or torch_dist writes it",
+                r"GPT2LMHeadModel: --qk-layernorm True \(it has False\); --position-embedding-type",
+                "MixtralForCausalLM: layers without experts$",
+            ],
+            "--rotary-base",
+        ),
+    ],
+)
+def test_a_model_of_no_class_is_told_what_it_is(
+    change: dict[str, Any], lines: list[str], absent: str
+) -> None:
+    """Each class says how it differs: in kind, or by the settings that decide, and what works."""
+    values = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    config = TransformerConfig.resolve(max_position_embeddings=32, **values, **change)
+    with pytest.raises(UserError) as refusal:
+        hugging_face.export(config, 21, {}, lambda name, box: None)
+    head, *classes = str(refusal.value).split("\n")
+    found = [head, *(line.strip() for line in classes)]
+    for line in lines:
+        assert any(re.match(line, text) for text in found), (line, found)
+    assert not any(absent in text for text in classes)

@@ -79,13 +79,15 @@ def check_exported_kind(facts: Mapping[str, Any], folder: Path, flags: str) -> N
     """
     config = facts.get("config") or {}
     if config.get("encoder_alone"):
-        what = "an encoder alone (pretrain_bert.py)"
+        what, others = "an encoder alone (pretrain_bert.py)", ""
     elif config.get("decoder_num_layers") is not None:
         what = "an encoder-decoder (pretrain_t5.py)"
+        others = ", and --to hf a T5ForConditionalGeneration, where that class computes the same"
     else:
         return
     raise UserError(
-        f"{flags}: {folder} is of {what}, whose names there are not known yet; leave it out"
+        f"{flags}: {folder} is of {what}, whose names there are not known yet; "
+        f"tools/checkpoint.py convert --to megatron writes this project's format{others}"
     )
 
 
