@@ -21,7 +21,7 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.layout import unit_of
 from megatron.core.grid import ParallelConfig
 from megatron.core.mesh import Mesh
-from megatron.core.models import gpt
+from megatron.core.models import base, gpt
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.optimizer import Optimizer, build_optimizer
 from megatron.core.precision.config import PrecisionConfig
@@ -331,9 +331,9 @@ def test_half_precision_is_near_our_own_sharding(pool: Pool, precision: str) -> 
 def with_fused_bias(rank: int, one: equality.Case) -> Share:
     """Train with the residual's kernel adding the bias of the layer before it."""
     with pytest.MonkeyPatch.context() as patch:
-        choose = gpt.choose_backends
+        choose = base.choose_backends
         fused = functools.partial(replace, fuses_residual_bias=True)
-        patch.setattr(gpt, "choose_backends", lambda *chosen: fused(choose(*chosen)))
+        patch.setattr(base, "choose_backends", lambda *chosen: fused(choose(*chosen)))
         return equality.train_on_rank(rank, one)
 
 
