@@ -22,12 +22,12 @@ import transformers  # noqa: E402
 from megatron.bridge import hugging_face  # noqa: E402
 from megatron.bridge.hugging_face import Import  # noqa: E402
 from megatron.bridge.writing import write_weights  # noqa: E402
-from megatron.core import sharding  # noqa: E402
 from megatron.core.mesh import Mesh  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.sharding import box_slices  # noqa: E402
 from megatron.core.transformer.config import TransformerConfig  # noqa: E402
 from megatron.core.utils import UserError  # noqa: E402
+from tests.unit.bridge_models import filled, read_all  # noqa: E402
 
 GPT2 = {"vocab_size": 101, "n_positions": 33, "n_embd": 48, "n_layer": 2, "n_head": 6}
 GPT2 |= {"bos_token_id": 7, "eos_token_id": 100}
@@ -110,20 +110,8 @@ def make_theirs(case: str, dtype: torch.dtype, seed: int = 1) -> nn.Module:
 def make_ours(config: TransformerConfig, rows: int, tensors: Mapping[str, Tensor]) -> GPTModel:
     """Return our model with these weights, in their dtype."""
     dtype = next(iter(tensors.values())).dtype
-    model = GPTModel(config, Mesh.serial(), vocab_size=rows, dtype=dtype).eval()
-    parameters = {sharding.of(p).name: p for p in model.parameters()}
-    assert parameters.keys() == tensors.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    return model
-
-
-def read_all(opened: Import) -> dict[str, Tensor]:
-    return {
-        name: opened.read(name, tuple((0, size) for size in tensor.shape))
-        for name, tensor in opened.tensors.items()
-    }
+    model = GPTModel(config, Mesh.serial(), vocab_size=rows, dtype=dtype)
+    return filled(model, tensors)
 
 
 def logits_of_both(theirs: nn.Module, ours: GPTModel, rows: int) -> tuple[Tensor, Tensor]:

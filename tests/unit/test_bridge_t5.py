@@ -23,12 +23,12 @@ from megatron.bridge import hugging_face  # noqa: E402
 from megatron.bridge.hugging_face import Import  # noqa: E402
 from megatron.bridge.t5 import T5  # noqa: E402
 from megatron.bridge.writing import write_weights  # noqa: E402
-from megatron.core import sharding  # noqa: E402
 from megatron.core.mesh import Mesh  # noqa: E402
 from megatron.core.models.t5 import T5Model  # noqa: E402
 from megatron.core.sharding import box_slices  # noqa: E402
 from megatron.core.transformer.config import TransformerConfig  # noqa: E402
 from megatron.core.utils import UserError  # noqa: E402
+from tests.unit.bridge_models import filled, read_all  # noqa: E402
 
 BASE: dict[str, Any] = {
     "architectures": ["T5ForConditionalGeneration"],
@@ -90,22 +90,10 @@ def load_theirs(folder: Path) -> Any:
     return found.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
 
 
-def read_all(opened: Import) -> dict[str, Tensor]:
-    return {
-        name: opened.read(name, tuple((0, size) for size in tensor.shape))
-        for name, tensor in opened.tensors.items()
-    }
-
-
 def make_ours(config: TransformerConfig, tensors: dict[str, Tensor]) -> T5Model:
     dtype = next(iter(tensors.values())).dtype
-    model = T5Model(config, Mesh.serial(), vocab_size=97, dtype=dtype).eval()
-    parameters = {sharding.of(p).name: p for p in model.parameters()}
-    assert parameters.keys() == tensors.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    return model
+    model = T5Model(config, Mesh.serial(), vocab_size=97, dtype=dtype)
+    return filled(model, tensors)
 
 
 def check_equal(ours: T5Model, theirs: Any) -> None:

@@ -3,7 +3,7 @@
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import LayerPlan, layer_plan, loss_pieces, mtp_layer_plan
 from megatron.training.config import RunConfig
-from megatron.training.plan import accounting_mla
+from megatron.training.plan import multi_latent
 
 BACKWARD_AND_FORWARD = 3
 """A backward pass multiplies twice as much as the forward: for inputs and for weights."""
@@ -64,7 +64,7 @@ def _attention_multiply_adds(
 ) -> dict[str, float]:
     attention, hidden = model.attention, model.hidden_size
     if model.mla.multi_latent_attention:
-        return accounting_mla.multiply_adds(model, seq_length, visible_share)
+        return multi_latent.multiply_adds(model, seq_length, visible_share)
     width = attention.num_attention_heads * attention.kv_channels
     key_value = 2 * attention.num_query_groups * attention.kv_channels
     projections = hidden * (width + key_value) + width * hidden

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.bert_config import TOKEN_TYPES
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.plan import LayerPlan, layer_plan, mtp_layer_plan
-from megatron.training.plan import accounting_mla
+from megatron.training.plan import multi_latent
 
 TOKEN_VECTORS = "embedding.word_embeddings.weight"
 """Name of the embedding, and of a head that is tied to it."""
@@ -252,11 +252,11 @@ def _latent_attention(
     heads = attention.num_attention_heads // tp
     if attention.softmax_type == "learnable":
         yield ParameterShape(f"{name}.softmax_offset", (heads,), kind)
-    for matrix in accounting_mla.projections(model, tp):
+    for matrix in multi_latent.projections(model, tp):
         summed = parted if matrix.is_whole else ()
         yield ParameterShape(f"{name}.{matrix.name}.weight", matrix.shape, kind, summed)
     if attention.qk_layernorm:
-        for which, rank in accounting_mla.latents(model).items():
+        for which, rank in multi_latent.latents(model).items():
             gain, *shift = _norm(model, f"{name}.{which}", rank, parted, kind)
             yield from (replace(gain, qk_norm=which == "q_layernorm"), *shift)
     shape = (hidden, heads * model.mla.v_head_dim)

@@ -9,7 +9,7 @@ size, f inner width of a rank.
 """
 
 from megatron.core.transformer.plan import SublayerPlan
-from megatron.training.plan import accounting_mla, attention_bytes, saved_channels, stacks
+from megatron.training.plan import attention_bytes, multi_latent, saved_channels, stacks
 from megatron.training.plan.attention_bytes import Heads, Piece, Texts
 from megatron.training.plan.share import Region, Share
 
@@ -151,7 +151,7 @@ def _latents(share: Share, layer: int) -> list[Region]:
         Piece("new keys", q, size),
         Piece("keys and values", kv, size),
     ]
-    ranks = accounting_mla.latents(model)
+    ranks = multi_latent.latents(model)
     down, latents = [share.normed], list[Piece]()
     for name, rank in ranks.items():
         latents.append(Piece(name, outer * rank * size, size))  # the up projection's input
