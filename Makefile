@@ -1,4 +1,4 @@
-# make setup        create .venv and install what training needs
+# make setup        create .venv, install what training needs, and compile kernels for the CPU
 # make quickstart   prepare text, train, stop, resume, generate: under five minutes on two cores
 # make quickstart-t5   prepare text, train an encoder-decoder, fill in: under two minutes on two cores
 # make test         run the test suite
@@ -17,8 +17,10 @@ BIN := .venv/bin
 .PHONY: always setup setup-dev quickstart quickstart-t5 lint benchmark extension clean
 .PHONY: test test-one-process test-several test-slow test-kernels test-gpu
 
-setup: .venv/installed
-setup-dev: .venv/installed-dev
+COMPILED := build/compiled
+
+setup: .venv/installed $(COMPILED)
+setup-dev: .venv/installed-dev $(COMPILED)
 
 # Other VENV_ARGS than the environment was made with bring it up to date.
 ifneq ($(VENV_ARGS),)
@@ -35,6 +37,12 @@ endif
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(BIN)/python tools/install_requirements.py requirements-dev.txt
 	@touch $@
+
+# Kernels for the CPU and the index helper, in place. Without a compiler it says what is missing, and
+# torch and numpy do the same more slowly.
+$(COMPILED): .venv/installed setup.py $(wildcard csrc/*)
+	$(BIN)/python setup.py -q build_ext --inplace
+	@mkdir -p $(dir $@) && touch $@
 
 # Triton beside a torch for the CPU misleads packages that look for it: it gets an environment of
 # its own, which sees the packages of .venv.
@@ -88,9 +96,11 @@ lint: setup-dev
 benchmark: setup-dev
 	$(BIN)/python benchmarks/run.py
 
-# Optional: compile the index helper in place; numpy does the same job without it.
-extension: setup-dev
-	$(BIN)/python setup.py -q build_ext --inplace
+# Compile once more, after a compiler was installed.
+extension: .venv/installed
+	@rm -f $(COMPILED)
+	@$(MAKE) --no-print-directory $(COMPILED)
 
 clean:
 	rm -rf .venv .venv-triton build runs
+	find megatron -name '*.so' -delete

@@ -1,4 +1,4 @@
-"""Installs the packages; the compiled index helper is optional, numpy does the same job."""
+"""Installs the packages; the compiled helpers are optional, numpy and torch do the same job."""
 
 import sys
 
@@ -17,19 +17,22 @@ else:
             try:
                 super().run()
             except Exception as error:
-                _skipped(error)
+                _skipped(", ".join(ext.name for ext in self.extensions), error)
 
         def build_extension(self, ext: Pybind11Extension) -> None:
             try:
                 super().build_extension(ext)
             except Exception as error:
-                _skipped(error)
+                _skipped(ext.name, error)
 
-    def _skipped(error: Exception) -> None:
+    def _skipped(names: str, error: Exception) -> None:
         print(
-            f"warning: index_helpers was not compiled, numpy is used instead: {error}",
+            f"warning: {names}: not compiled, numpy and torch do the same more slowly: {error}",
             file=sys.stderr,
         )
+
+    # Apple's compiler has no OpenMP: one thread does all.
+    THREADS = ["-fopenmp"] if sys.platform.startswith("linux") else []
 
     EXTENSIONS = [
         Pybind11Extension(
@@ -39,7 +42,16 @@ else:
             # A fused multiply-add would round a blend's lags differently from numpy.
             extra_compile_args=["-O3", "-ffp-contract=off"],
             optional=True,
-        )
+        ),
+        Pybind11Extension(
+            "megatron.core.kernels.compiled.cpu_kernels",
+            ["csrc/cpu_kernels.cpp"],
+            cxx_std=17,
+            # Loops of exp and of selections become vectors only where nobody reads error flags.
+            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *THREADS],
+            extra_link_args=THREADS,
+            optional=True,
+        ),
     ]
     COMMANDS = {"build_ext": OptionalBuild}
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from sizes import BETAS, DECAY, EPSILON, LR, SIZES, Size
 from train_step import Step, Worker, megatron, work
 
-from megatron.training.processes.host_memory import ask_for_huge_pages
+from megatron.training.processes.host_memory import ask_for_huge_pages, keep_freed_memory
 
 EXPERTS, VISITED = 8, 2
 NAMES = ("mixtral", "dense", "megatron")
@@ -127,6 +127,7 @@ def main() -> int:
         name, size = options.serve, SIZES[options.size[0]]
         if name != "mixtral":
             ask_for_huge_pages(os.environ)  # as our programs do
+            keep_freed_memory(os.environ)
         clock = time.process_time if options.cpu_time else time.perf_counter
         work(lambda: contestant(name, size), size, options.threads, clock)
         return 0

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sizes import BETAS, DECAY, EPSILON, LR, SIZES, Size
 
-from megatron.training.processes.host_memory import ask_for_huge_pages
+from megatron.training.processes.host_memory import ask_for_huge_pages, keep_freed_memory
 
 Step = Callable[[Any, Any], Any]
 GEMM = 2048
@@ -224,6 +224,7 @@ def main() -> int:
         name, size, arch = options.serve, SIZES[options.size[0]], options.arch[0]
         if name == "megatron":
             ask_for_huge_pages(os.environ)  # as our programs do
+            keep_freed_memory(os.environ)
         work(lambda: _contestant(name, size, arch), size, options.threads)
         return 0
     print("size   arch threads  plain ms  megatron ms  tokens/s  plain MFU  megatron MFU   ratio")

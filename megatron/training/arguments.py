@@ -30,7 +30,7 @@ from megatron.training.flags.command_line import (
 from megatron.training.flags.flag_status import Row
 from megatron.training.flags.verdicts import Applied
 from megatron.training.model_rules import CALLED, ENCODER_DECODER, check_given, check_program
-from megatron.training.processes.host_memory import ask_for_huge_pages
+from megatron.training.processes.host_memory import ask_for_huge_pages, keep_freed_memory
 from megatron.training.processes.startup_error import print_once
 from megatron.training.program_defaults import take_defaults
 from megatron.training.stored_settings import StoredConfig, stored_reader, take_stored
@@ -284,6 +284,7 @@ def _no_dry_run(program: str) -> dict[str, Row]:
 def run_main(main: Callable[[], int | None], program: str) -> None:
     """Run an entry point and end the process: 2 for what the user can fix, 1 for other failures."""
     ask_for_huge_pages(os.environ)
+    keep_freed_memory(os.environ)
     try:
         code = main() or 0
     except BrokenPipeError:  # the reader of our output has seen enough, as in `--help | head`

@@ -15,7 +15,7 @@ from megatron.core import sharding
 from megatron.core.config import Origin, as_words
 from megatron.core.dist_checkpointing.catalog import TRACKER
 from megatron.core.kernels import table
-from megatron.core.kernels.probe import INSTALL
+from megatron.core.kernels.probe import INSTALL, not_compiled
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.backends import Backends
 from megatron.core.utils import Say, UserError, check_file, check_folder, human_count
@@ -106,7 +106,8 @@ def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
         order = list(table.TABLE[op])
         for name in order[: order.index(chosen)]:
             by_widths = op == "grouped_products" and name in backends.unfit[op]
-            if (name in INSTALL or by_widths) and device.type == "cuda":
+            on_cuda = (name in INSTALL or by_widths) and device.type == "cuda"
+            if on_cuda or (name == "compiled" and not_compiled(device, dtype)):
                 reason = backends.unfit[op].get(name)
                 reason = reason or table.TABLE[op][name].missing(device, dtype)
                 without.setdefault((name, reason or "another was asked for"), []).append(op)

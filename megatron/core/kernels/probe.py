@@ -36,6 +36,41 @@ def missing(package: str) -> str | None:
     return None
 
 
+COMPILED = "megatron.core.kernels.compiled.cpu_kernels"
+COMPILED_DTYPES = (torch.float32, torch.float64)
+INTERFACE = 1
+"""What csrc/cpu_kernels.cpp says of its arguments; one that says another number is not called."""
+
+
+@cache
+def _no_compiled_module() -> str | None:
+    try:
+        module = importlib.import_module(COMPILED)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == COMPILED:
+            return "the kernels for the CPU are not compiled: `make extension` does it"
+        reason = " ".join(str(error).split())
+        return f"{reason[:200]}: `make extension` compiles the kernels again"
+    if module.INTERFACE != INTERFACE:
+        return "the kernels for the CPU were compiled from other sources: `make extension`"
+    return None
+
+
+def compiled_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels in C++ cannot be used for a device and dtype; None when they can."""
+    if device.type != "cpu":
+        return f"it is written for the CPU, this is {device.type}"
+    if dtype not in COMPILED_DTYPES:
+        return f"it is written for fp32 and fp64, this is {str(dtype).removeprefix('torch.')}"
+    return _no_compiled_module()
+
+
+def not_compiled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a compiler is all that the kernels in C++ lack."""
+    is_theirs = device.type == "cpu" and dtype in COMPILED_DTYPES
+    return is_theirs and _no_compiled_module() is not None
+
+
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

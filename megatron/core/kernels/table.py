@@ -31,7 +31,7 @@ from megatron.core.kernels import (
     routing_of_chosen,
     sdpa,
 )
-from megatron.core.kernels.probe import INSTALL, missing, triton_missing
+from megatron.core.kernels.probe import INSTALL, compiled_missing, missing, triton_missing
 from megatron.core.utils import UserError, nearest
 
 Reason = Callable[[torch.device, torch.dtype], str | None]
@@ -70,6 +70,11 @@ def in_triton(source: str) -> Backend:
     return Backend(f"megatron.core.kernels.triton_ops.{source}", triton_missing)
 
 
+def compiled(source: str) -> Backend:
+    """Return a backend from a module of `kernels.compiled`."""
+    return Backend(f"megatron.core.kernels.compiled.{source}", compiled_missing)
+
+
 TABLE: dict[str, dict[str, Backend]] = {
     "attention": {
         "flash_attn": Backend(flash.attention_flash, flash.why_not),
@@ -93,6 +98,7 @@ TABLE: dict[str, dict[str, Backend]] = {
     },
     "rms_norm": {
         "triton": in_triton("norm:rms_norm"),
+        "compiled": compiled("norm:rms_norm"),
         "function": Backend(norm.rms_norm, only_cpu),
         "torch": Backend(norm.rms_norm_torch),
         "reference": Backend(norm.rms_norm_reference),
@@ -103,6 +109,7 @@ TABLE: dict[str, dict[str, Backend]] = {
     },
     "rope": {
         "triton": in_triton("rope:apply_rope"),
+        "compiled": compiled("rope:apply_rope"),
         "function": Backend(rope.apply_rope),
         "reference": Backend(rope.apply_rope_reference),
     },
@@ -112,6 +119,7 @@ TABLE: dict[str, dict[str, Backend]] = {
     },
     "swiglu": {
         "triton": in_triton("activation:swiglu"),
+        "compiled": compiled("activation:swiglu"),
         "function": Backend(activation.swiglu_function),
         "reference": Backend(activation.swiglu),
         "transformer_engine": Backend(
@@ -125,6 +133,7 @@ TABLE: dict[str, dict[str, Backend]] = {
     },
     "cross_entropy": {
         "triton": in_triton("cross_entropy:KERNELS"),
+        "compiled": compiled("cross_entropy:KERNELS"),
         "in_place": Backend(cross_entropy.IN_PLACE),
         "in_place_half": Backend(cross_entropy.IN_PLACE_HALF),
         "reference": Backend(cross_entropy.REFERENCE),
@@ -138,6 +147,7 @@ TABLE: dict[str, dict[str, Backend]] = {
     },
     "permute": {
         "triton": in_triton("permute:MOVES"),
+        "compiled": compiled("permute:MOVES"),
         "function": Backend(permute_in_places.MOVES),
         "reference": Backend(permute.REFERENCE),
     },
@@ -208,6 +218,9 @@ def choose(
     if op == "attention" and backend == "unfused":
         holding_scores = ("triton_softmax", "reference")
         return next(name for name in holding_scores if not reason_against(name))
+    if op == "cross_entropy" and backend == "unfused":
+        # What --cross-entropy-loss-fusion asks for is Triton's.
+        return next(name for name in ("compiled", "in_place") if not reason_against(name))
     if backend == "auto":
         return next(name for name in backends if not reason_against(name))
     if backend not in backends:

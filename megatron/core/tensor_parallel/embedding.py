@@ -92,7 +92,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = make_parameter(record, shape, mesh, dtype)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        tokens_SB = tokens_BS.t()
+        # Vectors lie as their tokens do, and products want rows that follow each other.
+        tokens_SB = tokens_BS.t().contiguous()
         if self.axis.size == 1:  # all rows are here: no masks
             return _Lookup.apply(self.weight, tokens_SB)  # type: ignore[no-any-return]
         local_SB = tokens_SB - self.rows.start

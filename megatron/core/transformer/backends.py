@@ -136,7 +136,7 @@ def wanted_backends(config: TransformerConfig) -> dict[str, str]:
 
 def _cross_entropy(config: TransformerConfig) -> str:
     if not config.fusion.cross_entropy_loss_fusion:
-        return "in_place_half" if config.fp16_lm_cross_entropy else "in_place"
+        return "in_place_half" if config.fp16_lm_cross_entropy else "unfused"
     return "auto" if config.fusion.cross_entropy_fusion_impl == "native" else "transformer_engine"
 
 

@@ -1,0 +1,55 @@
+"""RMSNorm in one pass over each row; `norm.rms_norm_reference` is the reference.
+
+Shapes: N rows (every leading dim), H hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.kernels import norm
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, threads
+
+
+def rms_norm(
+    x_NH: Tensor, weight_H: Tensor | None, eps: float, zero_centered: bool = False
+) -> Tensor:
+    """Return what `norm.rms_norm_reference` returns; input and gains have one dtype."""
+    if not x_NH.is_contiguous():
+        # Heads cut out of a wider row: a copy would be one more tensor that backward keeps.
+        return norm.rms_norm(x_NH, weight_H, eps, zero_centered)
+    gain_H = weight_H + 1 if zero_centered and weight_H is not None else weight_H
+    return _RMSNorm.apply(x_NH, gain_H, eps)  # type: ignore[no-any-return]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
+        H = x_NH.shape[-1]
+        y_NH, rho_N = torch.empty_like(x_NH), x_NH.new_empty(x_NH.shape[:-1])
+        arrays = (address(x_NH), address(weight_H, like=x_NH), address(y_NH), address(rho_N))
+        cpu_kernels.rms_norm(x_NH.element_size(), *arrays, rho_N.numel(), H, eps, threads())
+        ctx.save_for_backward(x_NH, weight_H, rho_N)
+        return y_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
+        x_NH, weight_H, rho_N = ctx.saved_tensors
+        grad_NH, dx_NH = grad_NH.contiguous(), torch.empty_like(x_NH)
+        dw_H = None if weight_H is None else torch.empty_like(weight_H)
+        inputs = (address(x_NH), address(grad_NH, like=x_NH), address(weight_H), address(rho_N))
+        cpu_kernels.rms_norm_gradient(
+            x_NH.element_size(),
+            *inputs,
+            address(dx_NH),
+            address(dw_H),
+            rho_N.numel(),
+            x_NH.shape[-1],
+            threads(),
+        )
+        return dx_NH, dw_H, None
