@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.kernels import grouped
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import noise
+from megatron.core.transformer.moe.hashed import hashed_experts
 from megatron.core.transformer.moe.padding import padded
 from megatron.core.transformer.moe.sharers import Sharers
 from tests.host_reads import Copies, reading
@@ -55,7 +55,7 @@ def numbers() -> Tensor:
 
 
 def hashed() -> Tensor:
-    return noise.hashed_experts(torch.empty(5, dtype=torch.int64, device=META), 0, 8, 2)
+    return hashed_experts(torch.empty(5, dtype=torch.int64, device=META), 0, 8, 2)
 
 
 @pytest.mark.parametrize("make", [ends, filled, numbers, hashed])

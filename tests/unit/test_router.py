@@ -18,7 +18,7 @@ from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.context import Context
-from megatron.core.transformer.moe import noise
+from megatron.core.transformer.moe import hashed, noise
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.moe.routing import rule_of
@@ -420,9 +420,9 @@ def test_depths_of_multi_token_prediction_are_counted_from_0_for_token_ids() -> 
 @pytest.mark.parametrize("experts", [1, 2, 6, 7, 64])
 def test_the_table_of_token_ids_is_even(experts: int) -> None:
     topk = min(experts, 3)
-    chosen = noise.hashed_experts(torch.arange(6000), 2, experts, topk)
+    chosen = hashed.hashed_experts(torch.arange(6000), 2, experts, topk)
     assert all(len(set(row)) == topk for row in chosen[:100].tolist())
     counts = torch.bincount(chosen.flatten(), minlength=experts) * experts / (6000 * topk)
     assert (counts - 1).abs().max() < 6 * math.sqrt(experts / (6000 * topk))
-    elsewhere = noise.hashed_experts(torch.arange(6000), 3, experts, topk)
+    elsewhere = hashed.hashed_experts(torch.arange(6000), 3, experts, topk)
     assert experts < 3 or not torch.equal(chosen, elsewhere)

@@ -24,7 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter 
 
 from megatron.core.rng import DropoutKey  # noqa: E402
 from megatron.core.transformer.context import Context  # noqa: E402
-from megatron.core.transformer.moe import noise  # noqa: E402
+from megatron.core.transformer.moe import hashed  # noqa: E402
 from megatron.core.transformer.moe.router import Router  # noqa: E402
 from tests.unit.test_router import EXPERTS, HIDDEN, SHAPE, mask, router_of, tokens  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_routes_by_token_id_are_those_of_the_library() -> None:
     router = router_of(torch.float32, moe_router_topk=3, moe_n_hash_layers=1, **ROOT)
     ids_SB = torch.randint(0, 50, SHAPE, generator=torch.Generator().manual_seed(2))
     twin = theirs(DeepseekV4HashRouter, router, 3, True)
-    twin.tid2eid = noise.hashed_experts(torch.arange(50), 0, EXPERTS, 3)
+    twin.tid2eid = hashed.hashed_experts(torch.arange(50), 0, EXPERTS, 3)
     x_TH = tokens().float()
     with torch.no_grad():
         routing = router(x_TH, Context(tokens_SB=ids_SB), SHAPE)

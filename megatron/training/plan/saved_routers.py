@@ -10,14 +10,12 @@ from typing import Literal
 
 from megatron.core.grid import runs_met
 from megatron.core.optimizer.memory import BYTES
-from megatron.core.transformer.moe.router_config import Z_LOSS, RouterConfig
+from megatron.core.transformer.moe.router_config import DTYPES, Z_LOSS, RouterConfig
 from megatron.training.plan.attention_bytes import Piece
 from megatron.training.plan.share import Region, Share
 
 INDEX = 8
 """Bytes of the number of a row, a token or an expert, or of a count."""
-
-DTYPES = {"fp32": "float32", "fp64": "float64"}
 
 
 def router(share: Share, tokens: int) -> tuple[Region, Piece]:

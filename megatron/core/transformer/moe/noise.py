@@ -6,9 +6,6 @@ coordinate of the rank: a token's number in its microbatch takes that place.
 Shapes: T tokens of this rank, H hidden, E experts.
 """
 
-import math
-
-import torch
 from torch import Tensor
 
 from megatron.core import rng
@@ -46,29 +43,3 @@ def random_logits(logits_TE: Tensor, tokens_T: Tensor, seed: int) -> Tensor:
     """
     u_TE = philox.uniform(tokens_T, logits_TE.shape[1], seed).to(logits_TE.dtype)
     return u_TE + (logits_TE - logits_TE.detach())
-
-
-def hashed_experts(tokens_T: Tensor, layer: int, num_experts: int, topk: int) -> Tensor:
-    """Return the experts of each token by its id alone, experts_TK, int64.
-
-    That is a table of random rows of different experts (Roller et al., 2021, 2106.04426), which
-    nothing but the layer's number and the number of experts decides. A row is computed when it is
-    needed, by double hashing: from a first expert on in steps that share no divisor with the number
-    of experts, both drawn by the token's id.
-
-    Args:
-        tokens_T: token ids, int64.
-        layer: from 0.
-        num_experts: E.
-        topk: K, at most E.
-    """
-    steps = [n for n in range(1, num_experts) if math.gcd(n, num_experts) == 1]
-    # Without waiting for all that the device has under way.
-    steps_X = torch.tensor(steps or [1]).to(tokens_T.device, non_blocking=True)
-    zero_T = torch.zeros_like(tokens_T)
-    first_T, second_T, *_ = philox.philox(
-        (tokens_T & philox.WORD, tokens_T >> 32, zero_T, zero_T), rng.key("hash layer", layer)
-    )
-    step_T = steps_X[second_T % len(steps_X)]
-    number_K = torch.arange(topk, device=tokens_T.device)
-    return (first_T[:, None] + step_T[:, None] * number_K) % num_experts

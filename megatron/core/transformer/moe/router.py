@@ -36,17 +36,16 @@ from megatron.core.transformer.moe import (
     auxiliary_losses,
     capacity,
     expert_bias,
+    hashed,
     noise,
     routing,
     sinkhorn,
 )
 from megatron.core.transformer.moe.expert_bias import Tally
-from megatron.core.transformer.moe.router_config import Z_LOSS
+from megatron.core.transformer.moe.router_config import DTYPES, Z_LOSS
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.sharers import Sharers
 from megatron.core.transformer.moe.wide_product import wide_product
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(nn.Module):
@@ -79,7 +78,8 @@ class Router(nn.Module):
         self.mesh, self.dtype, self.weights_dtype = mesh, dtype, accumulate_dtype(dtype)
         self.sharers = Sharers(mesh, sequence_parallel=sequence_parallel)
         wanted = config.router.moe_router_dtype
-        self.product_dtype = torch.promote_types(dtype, DTYPES[wanted]) if wanted else dtype
+        finer = getattr(torch, DTYPES[wanted]) if wanted else dtype
+        self.product_dtype = torch.promote_types(dtype, finer)
         shape = (num_experts, config.hidden_size)
         record = sharding.whole(
             shape,
@@ -164,7 +164,7 @@ class Router(nn.Module):
         assert context.tokens_SB is not None, "routing by token ids needs them on every stage"
         ids_T = self.sharers.share(context.tokens_SB).flatten()
         wanted = (self.layer, self.num_experts, self.config.moe_router_topk)
-        experts_TK = noise.hashed_experts(ids_T, *wanted)
+        experts_TK = hashed.hashed_experts(ids_T, *wanted)
         return experts_TK, self.routes.weigh(logits_TE, experts_TK, self.rule)
 
     def _assigned(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ LOSS_NAMES = {
 }
 """Kinds of balancing that are losses, and their names in logs."""
 Z_LOSS = "z_loss"
+DTYPES = {"fp32": "float32", "fp64": "float64"}
+"""Values of --moe-router-dtype, and torch's names of them."""
 
 
 class RouterConfig(Config):
