@@ -41,7 +41,7 @@ endif
 # Kernels for the CPU and the index helper, in place. Without a compiler it says what is missing, and
 # torch and numpy do the same more slowly.
 $(COMPILED): .venv/installed setup.py $(wildcard csrc/*)
-	$(BIN)/python setup.py -q build_ext --inplace
+	$(BIN)/python setup.py -q build_ext --inplace --force
 	@mkdir -p $(dir $@) && touch $@
 
 # Triton beside a torch for the CPU misleads packages that look for it: it gets an environment of

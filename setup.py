@@ -1,38 +1,53 @@
 """Installs the packages; the compiled helpers are optional, numpy and torch do the same job."""
 
 import sys
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
 try:
     from pybind11.setup_helpers import Pybind11Extension, build_ext
-except ImportError:
+except ImportError as error:
     EXTENSIONS, COMMANDS = [], {}
+    print(
+        f"warning: nothing is compiled, numpy and torch do the same more slowly: {error}",
+        file=sys.stderr,
+    )
 else:
 
     class OptionalBuild(build_ext):
         """Goes on without an extension that cannot be built (no compiler, no headers)."""
 
         def run(self) -> None:
+            self.skipped: list[str] = []
             try:
                 super().run()
             except Exception as error:
-                _skipped(", ".join(ext.name for ext in self.extensions), error)
+                for ext in self.extensions:
+                    self._skip(ext, error)
+            # What was made of other sources, and lies in place, must not pass for this.
+            for name in self.skipped if self.inplace else ():
+                Path(self.get_ext_fullpath(name)).unlink(missing_ok=True)
 
         def build_extension(self, ext: Pybind11Extension) -> None:
             try:
                 super().build_extension(ext)
             except Exception as error:
-                _skipped(ext.name, error)
+                self._skip(ext, error)
 
-    def _skipped(names: str, error: Exception) -> None:
-        print(
-            f"warning: {names}: not compiled, numpy and torch do the same more slowly: {error}",
-            file=sys.stderr,
-        )
+        def _skip(self, ext: Pybind11Extension, error: Exception) -> None:
+            print(
+                f"warning: {ext.name}: not compiled, numpy and torch do the same more slowly: "
+                f"{error}",
+                file=sys.stderr,
+            )
+            self.skipped.append(ext.name)
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
 
-    # Apple's compiler has no OpenMP: one thread does all.
+    # Apple's compiler has no OpenMP: one thread does all, and torch's operations are preferred.
     THREADS = ["-fopenmp"] if sys.platform.startswith("linux") else []
+    # Loops of exp and of selections become vectors only where nobody reads error flags.
+    MATH = ["-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
 
     EXTENSIONS = [
         Pybind11Extension(
@@ -47,8 +62,7 @@ else:
             "megatron.core.kernels.compiled.cpu_kernels",
             ["csrc/cpu_kernels.cpp"],
             cxx_std=17,
-            # Loops of exp and of selections become vectors only where nobody reads error flags.
-            extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *THREADS],
+            extra_compile_args=["-O3", *MATH, *THREADS],
             extra_link_args=THREADS,
             optional=True,
         ),

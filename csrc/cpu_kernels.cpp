@@ -13,8 +13,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #include <pybind11/pybind11.h>
@@ -56,7 +58,19 @@ void over_rows(int64_t rows, int64_t width, int threads, const Body& body) {
     body(0, rows);
 }
 
-// exp(x) to two units in the last place, without branches, so that loops of it become vectors.
+INLINE uint32_t bits(float x) {
+    uint32_t result;
+    std::memcpy(&result, &x, sizeof(result));
+    return result;
+}
+
+INLINE float from_bits(uint32_t x) {
+    float result;
+    std::memcpy(&result, &x, sizeof(result));
+    return result;
+}
+
+// exp(x) to one unit in the last place, without branches, so that loops of it become vectors.
 // exp(x) = 2^n exp(r) with |r| <= ln(2) / 2; the polynomial is that of Moshier's Cephes library.
 // Below 2^-125 it is 0.
 INLINE float exponential(float x) {
@@ -72,13 +86,10 @@ INLINE float exponential(float x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     // 2^(n - 1), doubled: 2^n itself overflows in the last step below infinity.
-    const int32_t power =
-        __builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, ROUND) + 126;
-    const float scale = __builtin_bit_cast(
-        float, static_cast<int32_t>(static_cast<uint32_t>(power) << 23));
+    const float scale = from_bits((bits(shifted) - bits(ROUND) + 126u) << 23);
     const float y = p * scale * 2.0f;
     const float low = x < -86.6f ? 0.0f : y;  // a NaN is neither below nor above
-    return x > 88.7228f ? std::numeric_limits<float>::infinity() : low;
+    return x > 88.722839f ? std::numeric_limits<float>::infinity() : low;
 }
 
 INLINE double exponential(double x) { return std::exp(x); }
@@ -277,7 +288,7 @@ ANY_CPU void scatter_rows(const Real* x, const int64_t* places, Real* y, int64_t
 
 // y[t] = sum over k of w[t, k] x[places[t, k]]; no weights are all 1.
 template <typename Real>
-ANY_CPU void sum_rows(const Real* x, const Real* w, const int64_t* places, Real* y, int64_t K,
+ANY_CPU void gather_sum_rows(const Real* x, const Real* w, const int64_t* places, Real* y, int64_t K,
                       int64_t rows, int64_t H, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         Real* to = y + t * H;
@@ -295,7 +306,7 @@ ANY_CPU void sum_rows(const Real* x, const Real* w, const int64_t* places, Real*
 
 // dx[place] = w[t, k] grad[t], dw[t, k] = x[place] . grad[t].
 template <typename Real>
-ANY_CPU void sum_gradient_rows(const Real* x, const Real* w, const int64_t* places,
+ANY_CPU void gather_sum_gradient_rows(const Real* x, const Real* w, const int64_t* places,
                                const Real* grad, Real* dx, Real* dw, int64_t K, int64_t rows,
                                int64_t H, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
@@ -332,17 +343,17 @@ Real* at(Address address) {
 
 // Calls `body(Real{})` for floats of 4 or 8 bytes, with Python free to go on beside it.
 template <typename Body>
-void with_real(int bytes, const Body& body) {
-    if (bytes != 4 && bytes != 8) throw std::invalid_argument("numbers have 4 or 8 bytes");
+void with_real(int itemsize, const Body& body) {
+    if (itemsize != 4 && itemsize != 8) throw std::invalid_argument("numbers have 4 or 8 bytes");
     py::gil_scoped_release release;
-    if (bytes == 4)
+    if (itemsize == 4)
         body(float{});
     else
         body(double{});
 }
 
-void swiglu(int bytes, Address x, Address y, int64_t N, int64_t F, int threads) {
-    with_real(bytes, [=](auto real) {
+void swiglu(int itemsize, Address x, Address y, int64_t N, int64_t F, int threads) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(N, F, threads, [=](int64_t begin, int64_t end) {
             swiglu_rows(at<const Real>(x), at<Real>(y), F, begin, end);
@@ -350,9 +361,9 @@ void swiglu(int bytes, Address x, Address y, int64_t N, int64_t F, int threads) 
     });
 }
 
-void swiglu_gradient(int bytes, Address x, Address grad, Address dx, int64_t N, int64_t F,
+void swiglu_gradient(int itemsize, Address x, Address grad, Address dx, int64_t N, int64_t F,
                      int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(N, F, threads, [=](int64_t begin, int64_t end) {
             swiglu_gradient_rows(at<const Real>(x), at<const Real>(grad), at<Real>(dx), F, begin,
@@ -361,9 +372,9 @@ void swiglu_gradient(int bytes, Address x, Address grad, Address dx, int64_t N, 
     });
 }
 
-void rms_norm(int bytes, Address x, Address w, Address y, Address rho, int64_t N, int64_t H,
+void rms_norm(int itemsize, Address x, Address w, Address y, Address rho, int64_t N, int64_t H,
               double eps, int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(N, H, threads, [=](int64_t begin, int64_t end) {
             rms_norm_rows(at<const Real>(x), at<const Real>(w), at<Real>(y), at<Real>(rho), H, eps,
@@ -372,12 +383,12 @@ void rms_norm(int bytes, Address x, Address w, Address y, Address rho, int64_t N
     });
 }
 
-// Rows whose share of dw is summed on its own: sums in an order that hangs on N alone.
+// Rows whose share of dw is summed on its own: the order of sums depends on N alone.
 constexpr int64_t TOGETHER = 64;
 
-void rms_norm_gradient(int bytes, Address x, Address grad, Address w, Address rho, Address dx,
+void rms_norm_gradient(int itemsize, Address x, Address grad, Address w, Address rho, Address dx,
                        Address dw, int64_t N, int64_t H, int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         const int64_t groups = (N + TOGETHER - 1) / TOGETHER;
         std::vector<Real> parts(w ? static_cast<size_t>(groups * H) : 0);
@@ -397,13 +408,13 @@ void rms_norm_gradient(int bytes, Address x, Address grad, Address w, Address rh
 
 using Three = std::tuple<int64_t, int64_t, int64_t>;
 
-void rotate(int bytes, Address x, Three from, Address y, Three to, Address cosine, Address sine,
+void rotate(int itemsize, Address x, Three from, Address y, Three to, Address cosine, Address sine,
             int64_t table_sequence, int64_t table_sample, int64_t S, int64_t B, int64_t n,
             int64_t D, int64_t f, int sign, bool interleaved, int threads) {
     const auto strides = [](Three of) {
         return Strides{std::get<0>(of), std::get<1>(of), std::get<2>(of)};
     };
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(S * B, n * D, threads, [=](int64_t begin, int64_t end) {
             rotate_rows(at<const Real>(x), strides(from), at<Real>(y), strides(to),
@@ -413,9 +424,9 @@ void rotate(int bytes, Address x, Three from, Address y, Three to, Address cosin
     });
 }
 
-void statistics(int bytes, Address x, int64_t N, int64_t v, int64_t V, Address label,
+void statistics(int itemsize, Address x, int64_t N, int64_t v, int64_t V, Address label,
                 Address largest, Address total, Address target, Address summed, int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(N, v, threads, [=](int64_t begin, int64_t end) {
             statistics_rows(at<Real>(x), v, V, at<const int64_t>(label), at<Real>(largest),
@@ -424,10 +435,10 @@ void statistics(int bytes, Address x, int64_t N, int64_t v, int64_t V, Address l
     });
 }
 
-void cross_entropy_gradient(int bytes, Address y, int64_t N, int64_t v, int64_t V, Address label,
+void cross_entropy_gradient(int itemsize, Address y, int64_t N, int64_t v, int64_t V, Address label,
                             Address divisor, Address grad, Address own, double spread,
                             int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(N, v, threads, [=](int64_t begin, int64_t end) {
             cross_entropy_gradient_rows(at<Real>(y), v, V, at<const int64_t>(label),
@@ -438,9 +449,9 @@ void cross_entropy_gradient(int bytes, Address y, int64_t N, int64_t v, int64_t 
     });
 }
 
-void scatter(int bytes, Address x, Address places, Address y, int64_t T, int64_t K, int64_t rows,
+void scatter(int itemsize, Address x, Address places, Address y, int64_t T, int64_t K, int64_t rows,
              int64_t H, int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(T, K * H, threads, [=](int64_t begin, int64_t end) {
             scatter_rows(at<const Real>(x), at<const int64_t>(places), at<Real>(y), K, rows, H,
@@ -449,23 +460,23 @@ void scatter(int bytes, Address x, Address places, Address y, int64_t T, int64_t
     });
 }
 
-void sum(int bytes, Address x, Address w, Address places, Address y, int64_t T, int64_t K,
+void gather_sum(int itemsize, Address x, Address w, Address places, Address y, int64_t T, int64_t K,
          int64_t rows, int64_t H, int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(T, K * H, threads, [=](int64_t begin, int64_t end) {
-            sum_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places), at<Real>(y),
+            gather_sum_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places), at<Real>(y),
                      K, rows, H, begin, end);
         });
     });
 }
 
-void sum_gradient(int bytes, Address x, Address w, Address places, Address grad, Address dx,
+void gather_sum_gradient(int itemsize, Address x, Address w, Address places, Address grad, Address dx,
                   Address dw, int64_t T, int64_t K, int64_t rows, int64_t H, int threads) {
-    with_real(bytes, [=](auto real) {
+    with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(T, K * H, threads, [=](int64_t begin, int64_t end) {
-            sum_gradient_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places),
+            gather_sum_gradient_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places),
                               at<const Real>(grad), at<Real>(dx), at<Real>(dw), K, rows, H, begin,
                               end);
         });
@@ -474,6 +485,11 @@ void sum_gradient(int bytes, Address x, Address w, Address places, Address grad,
 
 PYBIND11_MODULE(cpu_kernels, m) {
     m.attr("INTERFACE") = INTERFACE;
+#ifdef _OPENMP
+    m.attr("THREADED") = true;
+#else
+    m.attr("THREADED") = false;
+#endif
     m.def("swiglu", &swiglu);
     m.def("swiglu_gradient", &swiglu_gradient);
     m.def("rms_norm", &rms_norm);
@@ -482,6 +498,6 @@ PYBIND11_MODULE(cpu_kernels, m) {
     m.def("statistics", &statistics);
     m.def("cross_entropy_gradient", &cross_entropy_gradient);
     m.def("scatter", &scatter);
-    m.def("sum", &sum);
-    m.def("sum_gradient", &sum_gradient);
+    m.def("gather_sum", &gather_sum);
+    m.def("gather_sum_gradient", &gather_sum_gradient);
 }

@@ -15,7 +15,7 @@ from megatron.core import sharding
 from megatron.core.config import Origin, as_words
 from megatron.core.dist_checkpointing.catalog import TRACKER
 from megatron.core.kernels import table
-from megatron.core.kernels.probe import INSTALL, not_compiled
+from megatron.core.kernels.probe import INSTALL, lacks_compiled
 from megatron.core.mesh import Mesh
 from megatron.core.transformer.backends import Backends
 from megatron.core.utils import Say, UserError, check_file, check_folder, human_count
@@ -93,7 +93,8 @@ def sharing_lines(config: RunConfig) -> list[str]:
 def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a line with the backend of each op, and why a package's better one was passed over.
 
-    So it is with one call for all experts where the model's widths do not fit it. The reasons were
+    So it is with one call for all experts where the model's widths do not fit it, and on the CPU
+    with kernels in C++ that are not there. The reasons were
     found when the model was built; a package is imported for them at most where another backend
     was asked for by name.
     """
@@ -107,7 +108,8 @@ def kernel_lines(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
         for name in order[: order.index(chosen)]:
             by_widths = op == "grouped_products" and name in backends.unfit[op]
             on_cuda = (name in INSTALL or by_widths) and device.type == "cuda"
-            if on_cuda or (name == "compiled" and not_compiled(device, dtype)):
+            in_cpp = name == "compiled" and backends.asked[op] in ("auto", "unfused")
+            if on_cuda or (in_cpp and lacks_compiled(device, dtype)):
                 reason = backends.unfit[op].get(name)
                 reason = reason or table.TABLE[op][name].missing(device, dtype)
                 without.setdefault((name, reason or "another was asked for"), []).append(op)

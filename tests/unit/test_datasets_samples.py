@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
@@ -218,6 +219,30 @@ def test_an_install_without_a_compiler_goes_on(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("*.so")) and "numpy and torch do the same" in done.stderr
+
+
+def test_what_does_not_compile_leaves_nothing_of_other_sources(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    for package in ("megatron", "megatron/core", "megatron/core/datasets"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    kernels = tmp_path / "megatron" / "core" / "kernels" / "compiled"
+    kernels.mkdir(parents=True)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    stale = [
+        kernels / f"cpu_kernels{suffix}",
+        tmp_path / "megatron" / "core" / "datasets" / f"index_helpers{suffix}",
+    ]
+    for path in stale:
+        path.write_bytes(b"of other sources")
+    environment = {"PATH": "/nowhere", "CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stderr.count("numpy and torch do the same more slowly") == 2
+    assert not any(path.exists() for path in stale)
 
 
 def test_more_samples_than_memory_holds_are_a_plain_error() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,8 @@ from megatron.core.kernels.permute import Moves, sort_choices
 from megatron.core.kernels.rope import inverse_frequencies, rope_tables
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.cross_entropy import cross_entropy
+from megatron.core.tensor_parallel.embedding import VocabularyRows
 from megatron.training import startup
 from tests.unit.test_backends import run_of
 
@@ -104,23 +106,6 @@ def test_rms_norm_of_rows_apart_keeps_no_copy() -> None:
         y = implementation("rms_norm")(rows, w, 1e-5)
     close(y, norm.rms_norm_reference(rows, w, 1e-5), F64)
     assert any(t.data_ptr() == rows.data_ptr() for t in kept)
-
-
-@needs_kernels
-def test_gains_gradient_does_not_hang_on_threads() -> None:
-    x, w, grad = random(1000, 96, dtype=F32), random(96, dtype=F32), random(1000, 96, dtype=F32)
-    found = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            leaves = (x.clone().requires_grad_(), w.clone().requires_grad_())
-            y = implementation("rms_norm")(*leaves, 1e-5)
-            found.append((y.detach(), *torch.autograd.grad(y, leaves, grad)))
-    finally:
-        torch.set_num_threads(before)
-    for others in found[1:]:
-        assert all(map(torch.equal, found[0], others))
 
 
 @needs_kernels
@@ -217,6 +202,94 @@ def test_weights_finer_than_the_rows() -> None:
     agree("permute", lambda m, y, w: m.unpermute(y, w.double(), by), [random(4, 3), random(2, 2)])
 
 
+def of_threads(op: str) -> Callable[[], list[Tensor]]:
+    """Return a call of an op, forward and backward, on enough numbers for several threads."""
+    x, row = random(600, 256, dtype=F32), random(256, dtype=F32)
+    labels = torch.arange(600) % 256
+    by = sort_choices(torch.stack((labels % 5, labels % 5 + 1), 1), None, 1200)
+    weights = random(600, 2, dtype=F32)
+    tables = rope_tables(inverse_frequencies(32, 1e4), torch.arange(75), F32)
+    f = implementation(op)
+
+    def entropy() -> list[Tensor]:
+        own = f.statistics(x.clone(), labels, 250, True)
+        found = [own.largest_N, own.total_N, own.target_N, own.summed_N, own.kept_Nv.clone()]
+        column = x[:, 0].abs() + 0.5
+        return [*found, f.gradient(own.kept_Nv, labels, 250, None, *3 * [column], 0.1)]
+
+    calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "swiglu": (f, (x,)),
+        "rms_norm": (lambda x, w: f(x, w, 1e-5), (x, row)),
+        "rope": (lambda x: f(x.view(75, 8, 8, 32)[..., :], *tables), (x,)),
+        "permute": (lambda x, w: f.unpermute(f.permute(x, by), w, by), (x, weights)),
+    }
+
+    def differentiated() -> list[Tensor]:
+        call, inputs = calls[op]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        y = call(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, random(*y.shape, dtype=F32, seed=5))]
+
+    return entropy if op == "cross_entropy" else differentiated
+
+
+OPS = ("cross_entropy", "permute", "rms_norm", "rope", "swiglu")
+
+
+@needs_kernels
+@pytest.mark.parametrize("op", OPS)
+def test_no_bit_depends_on_the_number_of_threads(op: str) -> None:
+    call, before = of_threads(op), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(call())
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+@needs_kernels
+def test_autograd_sees_that_logits_are_overwritten() -> None:
+    kernels: Kernels = implementation("cross_entropy")
+    rows, axis = VocabularyRows(9, 9, Mesh.serial()), Mesh.serial().tp
+    labels = torch.tensor([[1], [8]])
+    x = random(2, 1, 9).requires_grad_()
+    losses = cross_entropy(x.tanh(), labels, rows, axis, 0.0, kernels)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()  # tanh's own backward wants its result
+    losses = cross_entropy(x.clone(), labels, rows, axis, 0.0, kernels)
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+@needs_kernels
+def test_what_a_kernel_would_misread_is_refused() -> None:
+    norm_of, swiglu = implementation("rms_norm"), implementation("swiglu")
+    kernels: Kernels = implementation("cross_entropy")
+    x, labels = random(3, 8), torch.tensor([0, 1, 2])
+    tables = rope_tables(inverse_frequencies(8, 1e4), torch.arange(3), F64)
+    calls: list[Callable[[], object]] = [
+        lambda: norm_of(x, random(1), 1e-5),
+        lambda: norm_of(x, random(8, dtype=F32), 1e-5),
+        lambda: norm_of(x.bfloat16(), None, 1e-5),
+        lambda: swiglu(x[:, :7].contiguous()),
+        lambda: swiglu(torch.ones(2, 4, dtype=torch.int32)),
+        lambda: kernels.statistics(x, labels[:2], 8, False),
+        lambda: kernels.statistics(x, labels, 9, False),
+        lambda: kernels.gradient(x, labels, 8, None, x[:2, 0], x[:, 0], x[:, 0], 0.0),
+        lambda: implementation("rope")(random(4, 1, 1, 8), *tables),
+        lambda: implementation("rope")(random(3, 1, 1, 6), *tables),
+        lambda: implementation("permute").permute(x, sort_choices(labels[:2, None], None, 2)),
+    ]
+    for call in calls:
+        with pytest.raises(AssertionError):
+            call()
+
+
 MODEL = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--num-experts 4 --moe-router-topk 2 --moe-permute-fusion"
@@ -236,10 +309,14 @@ def test_a_model_of_compiled_kernels_is_the_model(
         model = GPTModel(run_of(MODEL).model, Mesh.serial(), vocab_size=32, dtype=dtype)
         rng.initialize(model, 3)
         ops = [op for op, name in model.backends.names.items() if name == "compiled"]
-        expected = ["cross_entropy", "permute", "rms_norm", "rope", "swiglu"]
-        assert sorted(ops) == (expected if is_there else [])
-        losses = model(tokens, labels_BS=tokens + 1)
-        losses.sum().backward()
+        assert tuple(sorted(ops)) == (OPS if is_there else ())
+        with torch.profiler.profile() as profile:
+            losses = model(tokens, labels_BS=tokens + 1)
+            losses.sum().backward()
+        # None fell back for how its input lies.
+        steps = {event.key for event in profile.key_averages()}
+        fallbacks = {"aten::silu", "aten::linalg_vector_norm", "aten::embedding_bag"}
+        assert (fallbacks & steps == set()) == is_there
         found.append([losses.detach(), *(weight.grad for weight in model.parameters())])
     for got, want in zip(*found, strict=True):
         close(got, want, dtype)
@@ -251,21 +328,55 @@ def test_a_log_says_what_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     (line,) = startup.kernel_lines(model, CPU, F32)[1:]
     assert line == "  rms_norm, rope, swiglu, cross_entropy, permute without compiled: left out"
     assert len(startup.kernel_lines(model, CPU, torch.bfloat16)) == 1
+    separate = "--no-rope-fusion --no-bias-swiglu-fusion --no-persist-layer-norm"
+    model = GPTModel(run_of(f"--swiglu {separate}").model, Mesh.serial(), vocab_size=32, dtype=F32)
+    (line,) = startup.kernel_lines(model, CPU, F32)[1:]
+    assert line == "  cross_entropy without compiled: left out"
     monkeypatch.setattr(probe, "_no_compiled_module", lambda: None)
     assert len(startup.kernel_lines(model, CPU, F32)) == 1
 
 
-def test_one_of_other_sources_or_none_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def anew() -> Iterator[None]:
     probe._no_compiled_module.cache_clear()
-    try:
-        stale = SimpleNamespace(INTERFACE=probe.INTERFACE + 1)
-        monkeypatch.setitem(sys.modules, probe.COMPILED, stale)
-        assert "from other sources: `make extension`" in str(probe.compiled_missing(CPU, F32))
-        assert table.choose("swiglu", "auto", CPU, F32) == "function"
-        probe._no_compiled_module.cache_clear()
-        monkeypatch.setitem(sys.modules, probe.COMPILED, None)
-        assert "`make extension`" in str(probe.compiled_missing(CPU, F32))
-    finally:
-        probe._no_compiled_module.cache_clear()
+    yield
+    probe._no_compiled_module.cache_clear()
+
+
+BROKEN = {
+    "none": (None, "cannot be loaded"),
+    "of other sources": (
+        SimpleNamespace(INTERFACE=probe.INTERFACE + 1, THREADED=True), "other sources"
+    ),
+    "of who knows what": (SimpleNamespace(), "other sources"),
+    "for one thread": (
+        SimpleNamespace(INTERFACE=probe.INTERFACE, THREADED=False), "built without OpenMP"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_cannot_be_used_is_not_called(
+    case: str, monkeypatch: pytest.MonkeyPatch, anew: None
+) -> None:
+    module, reason = BROKEN[case]
+    monkeypatch.setitem(sys.modules, probe.COMPILED, module)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = probe.compiled_missing(CPU, F32)
+    assert found is not None and reason in found
+    assert ("make extension" in found) == (case != "for one thread")
+    assert table.choose("swiglu", "auto", CPU, F32) == "function"
+    assert table.choose("cross_entropy", "unfused", CPU, F32) == "in_place"
+
+
+def test_a_module_that_raises_is_not_called(monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
+    def broken(name: str) -> Any:
+        raise OSError("GLIBC_2.99 not found")
+
+    monkeypatch.setattr(probe.importlib, "import_module", broken)
+    assert "GLIBC_2.99 not found" in str(probe.compiled_missing(CPU, F32))
+
+
+def test_other_devices_and_halves_have_other_kernels() -> None:
     assert "for the CPU, this is cuda" in str(probe.compiled_missing(torch.device("cuda"), F32))
     assert "fp32 and fp64, this is bfloat16" in str(probe.compiled_missing(CPU, torch.bfloat16))

@@ -42,17 +42,21 @@ INTERFACE = 1
 """What csrc/cpu_kernels.cpp says of its arguments; one that says another number is not called."""
 
 
+COMPILE = "install a C++ compiler, then `make extension` in a clone, or `pip install .` again"
+
+
 @cache
 def _no_compiled_module() -> str | None:
     try:
         module = importlib.import_module(COMPILED)
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == COMPILED:
-            return "the kernels for the CPU are not compiled: `make extension` does it"
-        reason = " ".join(str(error).split())
-        return f"{reason[:200]}: `make extension` compiles the kernels again"
-    if module.INTERFACE != INTERFACE:
-        return "the kernels for the CPU were compiled from other sources: `make extension`"
+    except Exception as error:  # as with `missing`: whatever is raised, it cannot be used
+        absent = isinstance(error, ModuleNotFoundError) and error.name == COMPILED
+        reason = "they were not built" if absent else " ".join(str(error).split())[:200]
+        return f"the kernels for the CPU cannot be loaded ({reason}); {COMPILE}"
+    if getattr(module, "INTERFACE", None) != INTERFACE:
+        return f"the kernels for the CPU were built from other sources; {COMPILE}"
+    if not module.THREADED and torch.get_num_threads() > 1:
+        return "the kernels for the CPU were built without OpenMP, for one thread"
     return None
 
 
@@ -65,8 +69,8 @@ def compiled_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     return _no_compiled_module()
 
 
-def not_compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a compiler is all that the kernels in C++ lack."""
+def lacks_compiled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels in C++ are for such tensors but not there."""
     is_theirs = device.type == "cpu" and dtype in COMPILED_DTYPES
     return is_theirs and _no_compiled_module() is not None
 

@@ -168,6 +168,15 @@ by name, and `auto` never takes one. All backends of an op compute the same func
 mask of ``bias_dropout_add``: torch's differs from the one that the others count out.
 """
 
+KINDS = {
+    # The package's algorithm, our tiles on the CPU, torch's own kernel.
+    ("attention", "flash"): ("flash_attn", "blocked", "sdpa"),
+    ("attention", "unfused"): ("triton_softmax", "reference"),
+    # Triton's is what --cross-entropy-loss-fusion asks for.
+    ("cross_entropy", "unfused"): ("compiled", "in_place"),
+}
+"""(Op, kind of backend) -> backends, best first; `choose` takes the first that works."""
+
 ATTENTION_BACKENDS = {
     "auto": "auto",
     "flash": "flash",
@@ -198,7 +207,7 @@ def choose(
 
     Args:
         op: name in the table.
-        backend: name of one, or ``auto``.
+        backend: name of one, of a kind (`KINDS`), or ``auto``.
         device: where it is to run.
         dtype: of its inputs.
         unfit: backends that lack what the model asks of the op, with the reason.
@@ -211,18 +220,9 @@ def choose(
     def reason_against(name: str) -> str | None:
         return unfit.get(name) or backends[name].missing(device, dtype)
 
-    if op == "attention" and backend == "flash":
-        # Three flash algorithms: the package's, our tiles on the CPU, torch's own kernel.
-        flashes = ("flash_attn", "blocked", "sdpa")
-        return next(name for name in flashes if not reason_against(name))
-    if op == "attention" and backend == "unfused":
-        holding_scores = ("triton_softmax", "reference")
-        return next(name for name in holding_scores if not reason_against(name))
-    if op == "cross_entropy" and backend == "unfused":
-        # What --cross-entropy-loss-fusion asks for is Triton's.
-        return next(name for name in ("compiled", "in_place") if not reason_against(name))
-    if backend == "auto":
-        return next(name for name in backends if not reason_against(name))
+    if backend == "auto" or (op, backend) in KINDS:
+        among = KINDS.get((op, backend), tuple(backends))
+        return next(name for name in among if not reason_against(name))
     if backend not in backends:
         hint = nearest(backend, backends)
         raise UserError(

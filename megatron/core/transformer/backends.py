@@ -39,6 +39,8 @@ class Backends:
     cross_entropy: Kernels | Callable[..., Tensor]
     names: dict[str, str]
     """Op -> backend, for the start-up log."""
+    asked: dict[str, str]
+    """Op -> backend as flags name it."""
     unfit: dict[str, dict[str, str]]
     """Op -> backends that this model cannot use, with the reason."""
     fuses_activation_bias: bool
@@ -83,6 +85,7 @@ def choose_backends(
         routing=chosen.pop("routing", routing.REFERENCE),
         **chosen,
         names=names,
+        asked=wanted,
         unfit={op: unfit.get(op, {}) for op in names},
         fuses_activation_bias=names[activation] == "triton",
         fuses_residual_bias=names["bias_dropout_add"] == "triton",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels.activation import swiglu_function
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, threads
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
 
 
 def swiglu(
@@ -27,9 +27,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        rows, width = _rows(y)
-        cpu_kernels.swiglu(x.element_size(), address(x), address(y), rows, width, threads())
+        dtype, N, F = real(x), x.shape[:-1].numel(), x.shape[-1] // 2
+        y = x.new_empty(*x.shape[:-1], F)
+        arrays = (address(x, N, 2 * F, dtype=dtype), address(y, N, F, dtype=dtype))
+        cpu_kernels.swiglu(dtype.itemsize, *arrays, N, F, threads())
         return y
 
     @staticmethod
@@ -37,12 +38,14 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         grad, dx = grad.contiguous(), torch.empty_like(x)
-        rows, width = _rows(grad)
-        arrays = (address(x), address(grad, like=x), address(dx))
-        cpu_kernels.swiglu_gradient(x.element_size(), *arrays, rows, width, threads())
+        dtype, N, F = real(x), grad.shape[:-1].numel(), grad.shape[-1]
+        cpu_kernels.swiglu_gradient(
+            dtype.itemsize,
+            address(x, N, 2 * F, dtype=dtype),
+            address(grad, N, F, dtype=dtype),
+            address(dx, N, 2 * F, dtype=dtype),
+            N,
+            F,
+            threads(),
+        )
         return dx
-
-
-def _rows(y: Tensor) -> tuple[int, int]:
-    width = y.shape[-1]
-    return (y.numel() // width if width else 0), width

@@ -8,22 +8,34 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.compiled import cpu_kernels
+from megatron.core.kernels.probe import COMPILED_DTYPES
 
-__all__ = ["address", "cpu_kernels", "threads"]
+__all__ = ["address", "cpu_kernels", "real", "threads"]
 
 
-def address(tensor: Tensor | None, like: Tensor | None = None) -> int:
-    """Return where a contiguous tensor lies, 0 for None.
+def address(tensor: Tensor | None, *shape: int, dtype: torch.dtype) -> int:
+    """Return where a contiguous tensor lies, 0 for None: C++ reads what it is told to.
 
     Args:
         tensor: on the CPU.
-        like: what it has the dtype of.
+        shape: what its shape must be, its leading dims taken as one.
+        dtype: what its dtype must be.
     """
     if tensor is None:
         return 0
+    kept = len(shape) - 1
+    found = (tensor.shape[: tensor.dim() - kept].numel(), *tensor.shape[tensor.dim() - kept :])
+    assert found == shape and tensor.dtype == dtype, (
+        f"{tensor.shape} {tensor.dtype}: {shape} {dtype}"
+    )
     assert tensor.is_cpu and tensor.is_contiguous(), f"{tensor.device}, {tensor.stride()}"
-    assert like is None or tensor.dtype == like.dtype, f"{tensor.dtype} beside {like.dtype}"
     return tensor.data_ptr()
+
+
+def real(tensor: Tensor) -> torch.dtype:
+    """Return a dtype that the kernels count in."""
+    assert tensor.dtype in COMPILED_DTYPES, f"the kernels do not count in {tensor.dtype}"
+    return tensor.dtype
 
 
 def threads() -> int:

@@ -1,17 +1,18 @@
 # Types of what csrc/cpu_kernels.cpp defines. Arrays are addresses of floats of 4 or 8 bytes
-# (`bytes`), 0 for none; labels and places are int64.
+# (`itemsize`), 0 for none; labels and places are int64.
 
 INTERFACE: int
+THREADED: bool
 
-def swiglu(bytes: int, x: int, y: int, N: int, F: int, threads: int) -> None: ...
+def swiglu(itemsize: int, x: int, y: int, N: int, F: int, threads: int, /) -> None: ...
 def swiglu_gradient(
-    bytes: int, x: int, grad: int, dx: int, N: int, F: int, threads: int
+    itemsize: int, x: int, grad: int, dx: int, N: int, F: int, threads: int, /
 ) -> None: ...
 def rms_norm(
-    bytes: int, x: int, w: int, y: int, rho: int, N: int, H: int, eps: float, threads: int
+    itemsize: int, x: int, w: int, y: int, rho: int, N: int, H: int, eps: float, threads: int, /
 ) -> None: ...
 def rms_norm_gradient(
-    bytes: int,
+    itemsize: int,
     x: int,
     grad: int,
     w: int,
@@ -21,9 +22,10 @@ def rms_norm_gradient(
     N: int,
     H: int,
     threads: int,
+    /,
 ) -> None: ...
 def rotate(
-    bytes: int,
+    itemsize: int,
     x: int,
     from_: tuple[int, ...],
     y: int,
@@ -40,9 +42,10 @@ def rotate(
     sign: int,
     interleaved: bool,
     threads: int,
+    /,
 ) -> None: ...
 def statistics(
-    bytes: int,
+    itemsize: int,
     x: int,
     N: int,
     v: int,
@@ -53,9 +56,10 @@ def statistics(
     target: int,
     summed: int,
     threads: int,
+    /,
 ) -> None: ...
 def cross_entropy_gradient(
-    bytes: int,
+    itemsize: int,
     y: int,
     N: int,
     v: int,
@@ -66,15 +70,26 @@ def cross_entropy_gradient(
     own: int,
     spread: float,
     threads: int,
+    /,
 ) -> None: ...
 def scatter(
-    bytes: int, x: int, places: int, y: int, T: int, K: int, rows: int, H: int, threads: int
+    itemsize: int, x: int, places: int, y: int, T: int, K: int, rows: int, H: int, threads: int, /
 ) -> None: ...
-def sum(
-    bytes: int, x: int, w: int, places: int, y: int, T: int, K: int, rows: int, H: int, threads: int
+def gather_sum(
+    itemsize: int,
+    x: int,
+    w: int,
+    places: int,
+    y: int,
+    T: int,
+    K: int,
+    rows: int,
+    H: int,
+    threads: int,
+    /,
 ) -> None: ...
-def sum_gradient(
-    bytes: int,
+def gather_sum_gradient(
+    itemsize: int,
     x: int,
     w: int,
     places: int,
@@ -86,4 +101,5 @@ def sum_gradient(
     rows: int,
     H: int,
     threads: int,
+    /,
 ) -> None: ...

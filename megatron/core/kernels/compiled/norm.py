@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels import norm
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, threads
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
 
 
 def rms_norm(
@@ -29,10 +29,19 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weight_H: Tensor | None, eps: float) -> Tensor:
-        H = x_NH.shape[-1]
+        dtype, N, H = real(x_NH), x_NH.shape[:-1].numel(), x_NH.shape[-1]
         y_NH, rho_N = torch.empty_like(x_NH), x_NH.new_empty(x_NH.shape[:-1])
-        arrays = (address(x_NH), address(weight_H, like=x_NH), address(y_NH), address(rho_N))
-        cpu_kernels.rms_norm(x_NH.element_size(), *arrays, rho_N.numel(), H, eps, threads())
+        cpu_kernels.rms_norm(
+            dtype.itemsize,
+            address(x_NH, N, H, dtype=dtype),
+            address(weight_H, H, dtype=dtype),
+            address(y_NH, N, H, dtype=dtype),
+            address(rho_N, N, dtype=dtype),
+            N,
+            H,
+            eps,
+            threads(),
+        )
         ctx.save_for_backward(x_NH, weight_H, rho_N)
         return y_NH
 
@@ -42,14 +51,17 @@ class _RMSNorm(torch.autograd.Function):
         x_NH, weight_H, rho_N = ctx.saved_tensors
         grad_NH, dx_NH = grad_NH.contiguous(), torch.empty_like(x_NH)
         dw_H = None if weight_H is None else torch.empty_like(weight_H)
-        inputs = (address(x_NH), address(grad_NH, like=x_NH), address(weight_H), address(rho_N))
+        dtype, N, H = real(x_NH), x_NH.shape[:-1].numel(), x_NH.shape[-1]
         cpu_kernels.rms_norm_gradient(
-            x_NH.element_size(),
-            *inputs,
-            address(dx_NH),
-            address(dw_H),
-            rho_N.numel(),
-            x_NH.shape[-1],
+            dtype.itemsize,
+            address(x_NH, N, H, dtype=dtype),
+            address(grad_NH, N, H, dtype=dtype),
+            address(weight_H, H, dtype=dtype),
+            address(rho_N, N, dtype=dtype),
+            address(dx_NH, N, H, dtype=dtype),
+            address(dw_H, H, dtype=dtype),
+            N,
+            H,
             threads(),
         )
         return dx_NH, dw_H, None

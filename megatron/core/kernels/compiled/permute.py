@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels import permute_in_places
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, threads
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
 from megatron.core.kernels.permute import Moves, Sorted
 
 
@@ -33,11 +33,17 @@ MOVES = Moves(permute, unpermute)
 
 
 def _sum(x_NH: Tensor, weights_TK: Tensor | None, places_TK: Tensor) -> Tensor:
-    (N, H), (T, K) = x_NH.shape, places_TK.shape
+    (N, H), (T, K), dtype = x_NH.shape, places_TK.shape, real(x_NH)
     y_TH = x_NH.new_empty(T, H)
-    weights = address(weights_TK, like=x_NH)
-    arrays = (address(x_NH), weights, address(places_TK), address(y_TH))
-    cpu_kernels.sum(x_NH.element_size(), *arrays, T, K, N, H, threads())
+    cpu_kernels.gather_sum(
+        dtype.itemsize,
+        address(x_NH, N, H, dtype=dtype),
+        address(weights_TK, T, K, dtype=dtype),
+        address(places_TK, T, K, dtype=torch.int64),
+        address(y_TH, T, H, dtype=dtype),
+        *(T, K, N, H),
+        threads(),
+    )
     return y_TH
 
 
@@ -46,10 +52,16 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, by: Sorted) -> Tensor:
         x_TH, places_TK = x_TH.contiguous(), by.places_TK.contiguous()
         ctx.save_for_backward(places_TK)
-        (T, K), N, H = places_TK.shape, len(by.tokens_N), x_TH.shape[1]
+        (T, K), N, H, dtype = places_TK.shape, len(by.order_N), x_TH.shape[1], real(x_TH)
         y_NH = x_TH.new_empty(N, H)
-        arrays = (address(x_TH), address(places_TK), address(y_NH))
-        cpu_kernels.scatter(x_TH.element_size(), *arrays, T, K, N, H, threads())
+        cpu_kernels.scatter(
+            dtype.itemsize,
+            address(x_TH, T, H, dtype=dtype),
+            address(places_TK, T, K, dtype=torch.int64),
+            address(y_NH, N, H, dtype=dtype),
+            *(T, K, N, H),
+            threads(),
+        )
         return y_NH
 
     @staticmethod
@@ -71,8 +83,16 @@ class _Unpermute(torch.autograd.Function):
         y_NH, weights_TK, places_TK = ctx.saved_tensors
         grad_TH = grad_TH.contiguous()
         dy_NH, dw_TK = torch.empty_like(y_NH), torch.empty_like(weights_TK)
-        (T, K), (N, H) = places_TK.shape, y_NH.shape
-        inputs = (address(y_NH), address(weights_TK), address(places_TK), address(grad_TH))
-        results = (address(dy_NH), address(dw_TK))
-        cpu_kernels.sum_gradient(y_NH.element_size(), *inputs, *results, T, K, N, H, threads())
+        (T, K), (N, H), dtype = places_TK.shape, y_NH.shape, real(y_NH)
+        cpu_kernels.gather_sum_gradient(
+            dtype.itemsize,
+            address(y_NH, N, H, dtype=dtype),
+            address(weights_TK, T, K, dtype=dtype),
+            address(places_TK, T, K, dtype=torch.int64),
+            address(grad_TH, T, H, dtype=dtype),
+            address(dy_NH, N, H, dtype=dtype),
+            address(dw_TK, T, K, dtype=dtype),
+            *(T, K, N, H),
+            threads(),
+        )
         return dy_NH, dw_TK, None

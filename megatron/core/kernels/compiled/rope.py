@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, threads
+from megatron.core.kernels.compiled.arrays import cpu_kernels, real, threads
 
 
 def apply_rope(x_SBnD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -38,16 +38,18 @@ class _Rope(torch.autograd.Function):
 def _rotate(x_SBnD: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
     if x_SBnD.stride(-1) != 1:
         x_SBnD = x_SBnD.contiguous()
-    S, B, n, D = x_SBnD.shape
+    (S, B, n, D), f, dtype = x_SBnD.shape, cos.shape[-1], real(x_SBnD)
     y_SBnD = torch.empty_like(x_SBnD, memory_format=torch.contiguous_format)
-    f = cos.shape[-1]
-    assert cos.shape in ((S, f), (S, B, f)) and cos.shape == sin.shape and 2 * f <= D
-    assert cos.dtype == sin.dtype == x_SBnD.dtype and cos.is_cpu and sin.is_cpu
+    shape = (S, f) if cos.dim() == 2 else (S, B, f)
+    assert cos.shape == sin.shape == shape and 2 * f <= D, f"{cos.shape} {sin.shape} of {D}"
+    dtypes = (cos.dtype, sin.dtype)
+    assert dtypes == (dtype, dtype) and x_SBnD.is_cpu and cos.is_cpu and sin.is_cpu, dtypes
+    # Addresses of views: of queries, say, among queries, keys and values.
     cpu_kernels.rotate(
-        x_SBnD.element_size(),
-        x_SBnD.data_ptr(),  # of a view: of queries, say, among queries, keys and values
+        dtype.itemsize,
+        x_SBnD.data_ptr(),
         x_SBnD.stride()[:3],
-        address(y_SBnD),
+        y_SBnD.data_ptr(),
         y_SBnD.stride()[:3],
         cos.data_ptr(),
         sin.data_ptr(),
