@@ -1,7 +1,9 @@
 """Installs the packages; the compiled helpers are optional, numpy and torch do the same job."""
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
@@ -34,6 +36,12 @@ else:
                 super().build_extension(ext)
             except Exception as error:
                 self._skip(ext, error)
+
+        def copy_file(self, infile: str, outfile: str, *args: Any, **kwargs: Any) -> Any:
+            # Whole or not at all: a process that loads half a library is killed.
+            super().copy_file(infile, f"{outfile}.partial", *args, **kwargs)
+            os.replace(f"{outfile}.partial", outfile)
+            return outfile, True
 
         def _skip(self, ext: Pybind11Extension, error: Exception) -> None:
             print(

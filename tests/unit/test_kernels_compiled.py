@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core import rng
 from megatron.core.kernels import norm, probe, table
@@ -117,6 +118,8 @@ def test_rope(interleaved: bool, turning: int, per_sample: bool, dtype: torch.dt
     positions = torch.arange(7)
     if per_sample:
         positions = torch.stack((positions, positions + 3), 1)
+    elif turning == 6:
+        positions = positions[:, None]  # tables to be broadcast
     tables = rope_tables(inverse_frequencies(turning, 1e4), positions, dtype)
     mixed = random(7, 2, 3, 24, dtype=dtype)
     agree("rope", lambda f, x: f(x[..., 8:16], *tables, interleaved), [mixed])
@@ -283,11 +286,29 @@ def test_what_a_kernel_would_misread_is_refused() -> None:
         lambda: kernels.gradient(x, labels, 8, None, x[:2, 0], x[:, 0], x[:, 0], 0.0),
         lambda: implementation("rope")(random(4, 1, 1, 8), *tables),
         lambda: implementation("rope")(random(3, 1, 1, 6), *tables),
+        lambda: swiglu(torch._neg_view(x)),
+        lambda: swiglu(torch._efficientzerotensor((3, 8), dtype=F64)),
         lambda: implementation("permute").permute(x, sort_choices(labels[:2, None], None, 2)),
     ]
     for call in calls:
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, RuntimeError)):
             call()
+
+
+@needs_kernels
+def test_a_tensor_that_is_but_a_shape_goes_through_torch() -> None:
+    """As a memory estimator has them."""
+    with FakeTensorMode():
+        x = torch.empty(3, 2, 2, 8, requires_grad=True)
+        tables = torch.empty(3, 4), torch.empty(3, 4)
+        implementation("rope")(x, *tables).sum().backward()
+        implementation("swiglu")(x).sum().backward()
+        implementation("rms_norm")(x, torch.empty(8), 1e-5).sum().backward()
+        rows, axis = VocabularyRows(9, 9, Mesh.serial()), Mesh.serial().tp
+        logits, labels = torch.empty(4, 2, 9).requires_grad_(), torch.zeros(4, 2, dtype=torch.int64)
+        kernels: Kernels = implementation("cross_entropy")
+        cross_entropy(logits.clone(), labels, rows, axis, 0.0, kernels).sum().backward()
+        assert x.grad is not None and logits.grad is not None
 
 
 MODEL = (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels.activation import swiglu_function
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, is_memory, real, threads
 
 
 def swiglu(
@@ -18,7 +18,7 @@ def swiglu(
 ) -> Tensor:
     """Return what `activation.swiglu` returns, saving nothing but the input."""
     x = x if bias is None else x + bias
-    if clamp is not None or offset or not x.is_contiguous():
+    if clamp is not None or offset or not x.is_contiguous() or not is_memory(x):
         return swiglu_function(x, None, clamp, offset)
     return _SwiGLU.apply(x)  # type: ignore[no-any-return]
 

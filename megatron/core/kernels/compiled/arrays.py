@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.kernels.compiled import cpu_kernels
 from megatron.core.kernels.probe import COMPILED_DTYPES
 
-__all__ = ["address", "cpu_kernels", "real", "threads"]
+__all__ = ["address", "cpu_kernels", "is_memory", "real", "start", "threads"]
 
 
 def address(tensor: Tensor | None, *shape: int, dtype: torch.dtype) -> int:
@@ -29,7 +29,20 @@ def address(tensor: Tensor | None, *shape: int, dtype: torch.dtype) -> int:
         f"{tensor.shape} {tensor.dtype}: {shape} {dtype}"
     )
     assert tensor.is_cpu and tensor.is_contiguous(), f"{tensor.device}, {tensor.stride()}"
-    return tensor.data_ptr()
+    return start(tensor)
+
+
+def start(tensor: Tensor) -> int:
+    """Return where a tensor's first number lies."""
+    assert is_memory(tensor) and not tensor.is_neg(), f"{type(tensor)} has no numbers as they are"
+    found = tensor.data_ptr()
+    assert found or not tensor.numel(), "zeros that nobody wrote down"
+    return found
+
+
+def is_memory(tensor: Tensor) -> bool:
+    """Return whether there are numbers behind it: torch's FakeTensor, say, has but a shape."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def real(tensor: Tensor) -> torch.dtype:

@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
-from megatron.core.kernels.cross_entropy import Kernels, Statistics
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, is_memory, real, threads
+from megatron.core.kernels.cross_entropy import (
+    Kernels,
+    Statistics,
+    gradient_in_place,
+    statistics_in_place,
+)
 
 
 def statistics(logits_Nv: Tensor, label_N: Tensor, valid: int, summed: bool) -> Statistics:
     """Return what `cross_entropy.statistics_reference` does, and keep exp(x - largest)."""
+    if not is_memory(logits_Nv):
+        return statistics_in_place(logits_Nv, label_N, valid, summed)
     logits_Nv, label_N = logits_Nv.contiguous(), label_N.contiguous()
     (N, v), dtype = logits_Nv.shape, real(logits_Nv)
     assert 0 <= valid <= v, f"{valid} valid ones of {v} columns"
@@ -51,6 +58,9 @@ def gradient(
 
     Labels are those that it was given.
     """
+    if not is_memory(kept_Nv):
+        rest = (largest_N, divisor_N, grad_N, own_N, spread)
+        return gradient_in_place(kept_Nv, label_N, valid, *rest)
     (N, v), dtype = kept_Nv.shape, real(kept_Nv)
     # Named, so that copies live until they were read.
     divisor_N, label_N = divisor_N.contiguous(), label_N.contiguous()

@@ -10,17 +10,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels import norm
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, is_memory, real, threads
 
 
 def rms_norm(
     x_NH: Tensor, weight_H: Tensor | None, eps: float, zero_centered: bool = False
 ) -> Tensor:
     """Return what `norm.rms_norm_reference` returns; input and gains have one dtype."""
-    if not x_NH.is_contiguous():
+    if not x_NH.is_contiguous() or not is_memory(x_NH):
         # Heads cut out of a wider row: a copy would be one more tensor that backward keeps.
         return norm.rms_norm(x_NH, weight_H, eps, zero_centered)
     gain_H = weight_H + 1 if zero_centered and weight_H is not None else weight_H
+    gain_H = None if gain_H is None else gain_H.contiguous()
     return _RMSNorm.apply(x_NH, gain_H, eps)  # type: ignore[no-any-return]
 
 

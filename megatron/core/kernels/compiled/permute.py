@@ -13,18 +13,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels import permute_in_places
-from megatron.core.kernels.compiled.arrays import address, cpu_kernels, real, threads
+from megatron.core.kernels.compiled.arrays import address, cpu_kernels, is_memory, real, threads
 from megatron.core.kernels.permute import Moves, Sorted
 
 
 def permute(x_TH: Tensor, by: Sorted) -> Tensor:
     """Return what `permute.permute` returns."""
+    if not is_memory(x_TH):
+        return permute_in_places.permute(x_TH, by)
     return _Permute.apply(x_TH, by)  # type: ignore[no-any-return]
 
 
 def unpermute(y_NH: Tensor, weights_TK: Tensor, by: Sorted) -> Tensor:
     """Return what `permute.unpermute` returns."""
-    if weights_TK.dtype != y_NH.dtype:
+    if weights_TK.dtype != y_NH.dtype or not is_memory(y_NH):
         return permute_in_places.unpermute(y_NH, weights_TK, by)
     return _Unpermute.apply(y_NH, weights_TK, by)  # type: ignore[no-any-return]
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.kernels.compiled.arrays import cpu_kernels, real, threads
+from megatron.core.kernels import rope
+from megatron.core.kernels.compiled.arrays import cpu_kernels, is_memory, real, start, threads
 
 
 def apply_rope(x_SBnD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Return what `rope.apply_rope_reference` returns; input and tables have one dtype."""
+    if not is_memory(x_SBnD):
+        return rope.apply_rope(x_SBnD, cos, sin, interleaved)
     return _Rope.apply(x_SBnD, cos, sin, interleaved)  # type: ignore[no-any-return]
 
 
@@ -41,18 +44,19 @@ def _rotate(x_SBnD: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bo
     (S, B, n, D), f, dtype = x_SBnD.shape, cos.shape[-1], real(x_SBnD)
     y_SBnD = torch.empty_like(x_SBnD, memory_format=torch.contiguous_format)
     shape = (S, f) if cos.dim() == 2 else (S, B, f)
+    cos, sin = cos.expand(shape), sin.expand(shape)
     assert cos.shape == sin.shape == shape and 2 * f <= D, f"{cos.shape} {sin.shape} of {D}"
     dtypes = (cos.dtype, sin.dtype)
     assert dtypes == (dtype, dtype) and x_SBnD.is_cpu and cos.is_cpu and sin.is_cpu, dtypes
     # Addresses of views: of queries, say, among queries, keys and values.
     cpu_kernels.rotate(
         dtype.itemsize,
-        x_SBnD.data_ptr(),
+        start(x_SBnD),
         x_SBnD.stride()[:3],
-        y_SBnD.data_ptr(),
+        start(y_SBnD),
         y_SBnD.stride()[:3],
-        cos.data_ptr(),
-        sin.data_ptr(),
+        start(cos),
+        start(sin),
         cos.stride(0),
         cos.stride(1) if cos.dim() == 3 else 0,
         *(S, B, n, D, f),
