@@ -64,9 +64,10 @@ def by_torch(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 def work(rank: int, world: int, pieces: int, kept: str) -> dict[str, Tensor]:
     """Return losses in evaluation and in training, and the head's gradient of the latter."""
     model = model_on(world, label_smoothing=0.2, logits_at_once=pieces)
-    assert model.output_layer is not None and model.output_layer.loss_kernels is IN_PLACE
-    if kept == "logits":  # as fused kernels do
-        model.output_layer.loss_kernels = REFERENCE
+    assert model.output_layer is not None
+    if kept != "what was chosen":
+        # Fused kernels keep the logits themselves.
+        model.output_layer.loss_kernels = REFERENCE if kept == "logits" else IN_PLACE
     tokens, labels = text()
     evaluated = model.eval()(tokens, labels).detach()
     losses = model.train()(tokens, labels)
@@ -86,6 +87,8 @@ def head_gradient(model: GPTModel) -> Tensor:
         (1, 300, "exponentials"),
         (2, 0, "exponentials"),
         (2, 300, "exponentials"),
+        (1, 0, "what was chosen"),
+        (2, 300, "what was chosen"),
         (1, 0, "logits"),
         (2, 0, "logits"),
     ],
