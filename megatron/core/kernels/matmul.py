@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels.reused import Reused
+
 FAST = {
     torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16", "svebf16"},
     torch.float16: {"amx_fp16", "avx512_fp16", "fphp"},
@@ -46,10 +48,27 @@ def matmul(a_NI: Tensor, b_IO: Tensor) -> Tensor:
     return (a_NI.to(torch.float32) @ b_IO.to(torch.float32)).to(a_NI.dtype)
 
 
-def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias in their dtype, by way of fp32 where that is quicker."""
+def linear(
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    memory: Reused | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias in their dtype, by way of fp32 where that is quicker.
+
+    Args:
+        x_NI: the input.
+        weight_OI: the matrix.
+        bias_O: what is added, if anything.
+        memory: where a large result on the CPU is to lie; it has no gradient of its own then.
+    """
     if not upcast_pays(x_NI.device, x_NI.dtype):
-        return F.linear(x_NI, weight_OI, bias_O)
+        # Of a subclass there may be but a shape.
+        if memory is None or bias_O is not None or not x_NI.is_cpu or type(x_NI) is not Tensor:
+            return F.linear(x_NI, weight_OI, bias_O)
+        y_NO = memory.empty(*x_NI.shape[:-1], len(weight_OI), dtype=x_NI.dtype)
+        torch.mm(x_NI.flatten(0, -2), weight_OI.t(), out=y_NO.flatten(0, -2))
+        return y_NO
     wide_bias_O = None if bias_O is None else bias_O.to(torch.float32)
     y_NO = F.linear(x_NI.to(torch.float32), weight_OI.to(torch.float32), wide_bias_O)
     return y_NO.to(x_NI.dtype)

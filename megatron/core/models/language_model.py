@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.core import comm
 from megatron.core.kernels import dropout as masks
 from megatron.core.kernels.dtypes import accumulate_dtype
+from megatron.core.kernels.reused import Reused
 from megatron.core.recompute import recompute
 from megatron.core.rng import DropoutKey
 from megatron.core.tensor_parallel import mappings
@@ -140,6 +141,7 @@ class LanguageHead(nn.Module):
         self.logits_at_once = config.logits_at_once
         self.loss_kernels = around.backends.cross_entropy
         self.label_smoothing = config.label_smoothing
+        self.memory = Reused()
         record = rows.record(config.hidden_size, embedding_init(config))
         if tied == "apart":  # one logical matrix, whose first values and name are the embedding's
             record = replace(record, tied=True, name=TOKEN_VECTORS)
@@ -156,7 +158,8 @@ class LanguageHead(nn.Module):
 
     def local_logits(self, x_SBH: Tensor) -> Tensor:
         """Return this rank's share of the logits, ``[S, B, v]``."""
-        return self._scaled(linear(x_SBH, self.weight, None, self.axis, self.gathers))
+        where = (self.axis, self.gathers, self.memory)
+        return self._scaled(linear(x_SBH, self.weight, None, *where))
 
     def _scaled(self, logits_SBv: Tensor) -> Tensor:
         if self.bias is not None:

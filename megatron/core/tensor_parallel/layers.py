@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core import comm, held, saved_tensors, sharding
 from megatron.core.kernels import matmul
+from megatron.core.kernels.reused import Reused
 from megatron.core.mesh import Axis, Mesh
 from megatron.core.sharding import Init, Sharding
 from megatron.core.tensor_parallel import mappings, overlap
@@ -105,6 +106,7 @@ class _Linear(torch.autograd.Function):
         bias_O: Tensor | None,
         axis: Axis,
         gathers: bool,
+        memory: Reused | None,
     ) -> Tensor:
         assert sharding.is_there(weight_OI), "a unit of the model was not called as a module"
         ctx.save_for_backward(x_SBI)
@@ -117,12 +119,12 @@ class _Linear(torch.autograd.Function):
             _, y_SBO = overlap.gather_product(x_SBI, weight_OI.t(), axis)
             return y_SBO if bias_O is None else y_SBO.add_(bias_O)
         whole_SBI = comm.all_gather(x_SBI, axis) if gathers else x_SBI
-        return matmul.linear(whole_SBI, weight_OI, bias_O)
+        return matmul.linear(whole_SBI, weight_OI, bias_O, memory)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         # Without its history, through which a postponed closure would hold on to the stage's input.
         x_SBI = ctx.saved_tensors[0].detach()
         weight_OI, bias_O = ctx.weight_OI, ctx.bias_O
@@ -152,7 +154,7 @@ class _Linear(torch.autograd.Function):
             db_O = accumulate(bias_O, grad_SBO.flatten(0, -2).sum(0))
         if pending is not None:
             pending.wait()
-        return dx_SBI, dw_OI, db_O, None, None
+        return dx_SBI, dw_OI, db_O, None, None, None
 
 
 class _RowScatter(torch.autograd.Function):
@@ -202,14 +204,20 @@ def accumulate(parameter: Tensor, grad: Tensor) -> Tensor | None:
 
 
 def linear(
-    x_SBI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, axis: Axis, gathers: bool
+    x_SBI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    axis: Axis,
+    gathers: bool,
+    memory: Reused | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias``; the input gradient is summed over ``axis``.
 
     With ``gathers`` the input is this rank's share of the sequence (dim 0): it is gathered on the
-    way in, and its gradient scattered on the way out.
+    way in, and its gradient scattered on the way out. A large result lies in ``memory``, if any.
     """
-    return _Linear.apply(x_SBI, weight_OI, bias_O, axis, gathers)  # type: ignore[no-any-return]
+    arguments = (x_SBI, weight_OI, bias_O, axis, gathers, memory)
+    return _Linear.apply(*arguments)  # type: ignore[no-any-return]
 
 
 @contextmanager
