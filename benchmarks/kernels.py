@@ -4,7 +4,7 @@
     python benchmarks/kernels.py --device cuda
 
 On the CPU seconds are CPU seconds of this process, which other load barely moves; both sides of a
-pair take turns. Sizes S and M are (sequence, batch, hidden, heads, gated width). On CUDA every
+pair take turns; in brackets is the backend that a model takes here. Sizes S and M are (sequence, batch, hidden, heads, gated width). On CUDA every
 backend of each fused operation is listed in bf16, with its ratios to the reference and to what
 torch has for it (`benchmarks/fused.py`).
 """
@@ -25,11 +25,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import fused  # noqa: E402
 
-from megatron.core.kernels import activation, matmul, norm, rope  # noqa: E402
+from megatron.core.kernels import matmul, norm, rope, table  # noqa: E402
 from megatron.core.kernels.attention import Extras, Packing, Rule  # noqa: E402
 from megatron.core.kernels.blocked import attention_blocked  # noqa: E402
 from megatron.core.kernels.sdpa import attention_sdpa  # noqa: E402
 
+CPU = torch.device("cpu")
 SIZES = {"S": (256, 8, 256, 8, 704), "M": (512, 4, 512, 8, 1408)}
 Pair = tuple[Callable[[], Tensor], Callable[[], Tensor], list[Tensor]]
 
@@ -81,6 +82,10 @@ def other_pairs(S: int, B: int, H: int, n: int, width: int) -> dict[str, Pair]:
         rope.inverse_frequencies(H // n, 10000.0), torch.arange(S), torch.float32
     )
     wide_cos, wide_sin = cos[:, None, None], sin[:, None, None]
+    chosen = {
+        op: table.choose(op, "auto", CPU, torch.float32) for op in ("rms_norm", "rope", "swiglu")
+    }
+    ours = {op: table.TABLE[op][name].implementation for op, name in chosen.items()}
     half = [leaf(128, H).to(torch.bfloat16).detach().requires_grad_() for _ in range(2)]
     return {
         "layer norm": (
@@ -88,18 +93,18 @@ def other_pairs(S: int, B: int, H: int, n: int, width: int) -> dict[str, Pair]:
             lambda: F.layer_norm(x, (H,), w, b, 1e-5),
             [x, w, b],
         ),
-        "rms norm": (
-            lambda: norm.rms_norm(x, w, 1e-5),
+        f"rms norm ({chosen['rms_norm']})": (
+            lambda: ours["rms_norm"](x, w, 1e-5),
             lambda: F.rms_norm(x, (H,), w, 1e-5),
             [x, w],
         ),
-        "rope": (
-            lambda: rope.apply_rope(q, cos, sin),
+        f"rope ({chosen['rope']})": (
+            lambda: ours["rope"](q, cos, sin),
             lambda: rotate_plain(q, wide_cos, wide_sin),
             [q],
         ),
-        "swiglu": (
-            lambda: activation.swiglu_function(wide),
+        f"swiglu ({chosen['swiglu']})": (
+            lambda: ours["swiglu"](wide),
             lambda: F.silu(wide.chunk(2, -1)[0]) * wide.chunk(2, -1)[1],
             [wide],
         ),
