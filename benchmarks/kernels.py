@@ -4,9 +4,9 @@
     python benchmarks/kernels.py --device cuda
 
 On the CPU seconds are CPU seconds of this process, which other load barely moves; both sides of a
-pair take turns; in brackets is the backend that a model takes here. Sizes S and M are (sequence, batch, hidden, heads, gated width). On CUDA every
-backend of each fused operation is listed in bf16, with its ratios to the reference and to what
-torch has for it (`benchmarks/fused.py`).
+pair take turns; in brackets is the backend that a model takes here. Sizes S and M are (sequence,
+batch, hidden, heads, gated width). On CUDA every backend of each fused operation is listed in bf16,
+with its ratios to the reference and to what torch has for it (`benchmarks/fused.py`).
 """
 
 import argparse
