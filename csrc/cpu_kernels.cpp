@@ -27,7 +27,7 @@
 namespace py = pybind11;
 
 // Callers and this file must agree about arguments: raise it with every change of them.
-constexpr int INTERFACE = 1;
+constexpr int INTERFACE = 2;
 
 // One machine builds, another runs: the widest vectors are chosen when the module is loaded.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -88,7 +88,7 @@ INLINE float exponential(float x) {
     // 2^(n - 1), doubled: 2^n itself overflows in the last step below infinity.
     const float scale = from_bits((bits(shifted) - bits(ROUND) + 126u) << 23);
     const float y = p * scale * 2.0f;
-    const float low = x < -86.6f ? 0.0f : y;  // a NaN is neither below nor above
+    const float low = x < -86.6434f ? 0.0f : y;  // a NaN is neither below nor above
     return x > 88.722839f ? std::numeric_limits<float>::infinity() : low;
 }
 
@@ -288,8 +288,8 @@ ANY_CPU void scatter_rows(const Real* x, const int64_t* places, Real* y, int64_t
 
 // y[t] = sum over k of w[t, k] x[places[t, k]]; no weights are all 1.
 template <typename Real>
-ANY_CPU void gather_sum_rows(const Real* x, const Real* w, const int64_t* places, Real* y, int64_t K,
-                      int64_t rows, int64_t H, int64_t begin, int64_t end) {
+ANY_CPU void gather_sum_rows(const Real* x, const Real* w, const int64_t* places, Real* y,
+                             int64_t K, int64_t rows, int64_t H, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         Real* to = y + t * H;
         std::fill(to, to + H, Real(0));
@@ -307,8 +307,8 @@ ANY_CPU void gather_sum_rows(const Real* x, const Real* w, const int64_t* places
 // dx[place] = w[t, k] grad[t], dw[t, k] = x[place] . grad[t].
 template <typename Real>
 ANY_CPU void gather_sum_gradient_rows(const Real* x, const Real* w, const int64_t* places,
-                               const Real* grad, Real* dx, Real* dw, int64_t K, int64_t rows,
-                               int64_t H, int64_t begin, int64_t end) {
+                                      const Real* grad, Real* dx, Real* dw, int64_t K, int64_t rows,
+                                      int64_t H, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         const Real* g = grad + t * H;
         for (int64_t k = 0; k < K; ++k) {
@@ -461,24 +461,25 @@ void scatter(int itemsize, Address x, Address places, Address y, int64_t T, int6
 }
 
 void gather_sum(int itemsize, Address x, Address w, Address places, Address y, int64_t T, int64_t K,
-         int64_t rows, int64_t H, int threads) {
+                int64_t rows, int64_t H, int threads) {
     with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(T, K * H, threads, [=](int64_t begin, int64_t end) {
-            gather_sum_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places), at<Real>(y),
-                     K, rows, H, begin, end);
+            gather_sum_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places),
+                            at<Real>(y), K, rows, H, begin, end);
         });
     });
 }
 
-void gather_sum_gradient(int itemsize, Address x, Address w, Address places, Address grad, Address dx,
-                  Address dw, int64_t T, int64_t K, int64_t rows, int64_t H, int threads) {
+void gather_sum_gradient(int itemsize, Address x, Address w, Address places, Address grad,
+                         Address dx, Address dw, int64_t T, int64_t K, int64_t rows, int64_t H,
+                         int threads) {
     with_real(itemsize, [=](auto real) {
         using Real = decltype(real);
         over_rows(T, K * H, threads, [=](int64_t begin, int64_t end) {
-            gather_sum_gradient_rows(at<const Real>(x), at<const Real>(w), at<const int64_t>(places),
-                              at<const Real>(grad), at<Real>(dx), at<Real>(dw), K, rows, H, begin,
-                              end);
+            gather_sum_gradient_rows(at<const Real>(x), at<const Real>(w),
+                                     at<const int64_t>(places), at<const Real>(grad), at<Real>(dx),
+                                     at<Real>(dw), K, rows, H, begin, end);
         });
     });
 }

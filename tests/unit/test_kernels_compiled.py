@@ -370,6 +370,7 @@ BROKEN = {
         SimpleNamespace(INTERFACE=probe.INTERFACE + 1, THREADED=True), "other sources"
     ),
     "of who knows what": (SimpleNamespace(), "other sources"),
+    "of the first sources": (SimpleNamespace(INTERFACE=1), "other sources"),
     "for one thread": (
         SimpleNamespace(INTERFACE=probe.INTERFACE, THREADED=False), "built without OpenMP"
     ),

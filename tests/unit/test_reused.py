@@ -3,11 +3,16 @@
 import copy
 import mmap
 import pickle
+import subprocess
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core import rng
 from megatron.core.kernels import matmul, reused
@@ -23,57 +28,98 @@ needs_system = pytest.mark.skipif(
 )
 
 
+def taken(memory: Reused, *shape: int, dtype: torch.dtype) -> Tensor:
+    found = memory.take(*shape, dtype=dtype)
+    assert found is not None and found.dtype == dtype and found.shape == shape
+    return found
+
+
 @needs_system
 def test_a_later_result_lies_where_an_earlier_one_lay() -> None:
     memory = Reused()
-    first = memory.empty(2, LARGE, dtype=F32)
+    first = taken(memory, 2, LARGE, dtype=F32)
     place, part = first.data_ptr(), first[1]
     assert first.shape == (2, LARGE) and first.is_contiguous() and part.dtype == F32
     del first
-    other = memory.empty(2, LARGE, dtype=F32)  # the part is still there
+    other = taken(memory, 2, LARGE, dtype=F32)  # the part is still there
     assert other.data_ptr() != place
     del part
-    assert memory.empty(LARGE, dtype=F64).data_ptr() == place
+    assert taken(memory, LARGE, dtype=F64).data_ptr() == place
     del other
     assert len(memory._free) == 2
 
 
 @needs_system
-def test_one_that_is_too_small_goes() -> None:
+def test_places_of_other_sizes_are_given_up() -> None:
     memory = Reused()
-    memory.empty(LARGE, dtype=F32)
-    larger = memory.empty(3 * LARGE, dtype=F32)
-    assert not memory._free
-    larger.fill_(1.0)
-    del larger
-    assert [len(block) for block in memory._free] == [3 * reused.SMALLEST]
-    place = memory._free[0]
-    memory.empty(LARGE, dtype=F32)
-    assert memory._free == [place]
+    found = []
+    for size in (1, 3, 2, 1, 3, 1):  # in units of LARGE; two thirds are near enough
+        taken(memory, size * LARGE, dtype=F32).fill_(1.0)
+        found.append([len(block) // reused.SMALLEST for block in memory._free])
+    assert found == [[1], [3], [3], [1], [3], [1]]
 
 
 def test_small_ones_and_systems_without_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Reused()
-    memory.empty(LARGE - 1, dtype=F32)
-    memory.empty(0, dtype=F32)
+    assert memory.take(LARGE - 1, dtype=F32) is None and memory.take(0, dtype=F32) is None
     monkeypatch.setattr(reused, "ANONYMOUS", 0)
-    assert memory.empty(2 * LARGE, dtype=F32).shape == (2 * LARGE,)
-    assert not memory._free
+    assert memory.take(2 * LARGE, dtype=F32) is None
+
+
+@needs_system
+@pytest.mark.parametrize("asked", ["1", "0"])
+def test_a_system_without_large_pages_goes_on(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    class WithoutLargePages(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            tried.append(advice)
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", WithoutLargePages)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+    assert (taken(Reused(), LARGE, dtype=F32).fill_(2.0) == 2.0).all()
+    assert bool(tried) == (asked == "1" and hasattr(mmap, "MADV_HUGEPAGE"))
+
+
+@needs_system
+def test_tensors_that_are_but_a_shape_or_elsewhere_take_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reused, "SMALLEST", 1)
+    monkeypatch.setattr(Reused, "take", lambda *_, **__: pytest.fail("it was asked for a place"))
+    with FakeTensorMode():
+        assert matmul.linear(torch.empty(3, 4), torch.empty(5, 4), None, Reused()).shape == (3, 5)
+    x, weight = torch.empty(3, 4, device="meta"), torch.empty(5, 4, device="meta")
+    assert matmul.linear(x, weight, None, Reused()).is_meta
+
+
+@needs_system
+def test_a_process_may_end_with_a_result() -> None:
+    program = (
+        "import torch; from megatron.core.kernels.reused import Reused; memory = Reused(); "
+        f"kept = memory.take({LARGE}, dtype=torch.float32).fill_(1.0); print(kept[-1].item())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1.0\n", "")
 
 
 @needs_system
 def test_a_copy_of_its_owner_has_its_own() -> None:
     memory = Reused()
-    memory.empty(LARGE, dtype=F32)
+    taken(memory, LARGE, dtype=F32)
     for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
         assert other._free == [] and len(memory._free) == 1
 
 
 @needs_system
 def test_results_outlive_their_owner() -> None:
-    x = Reused().empty(LARGE, dtype=F32).fill_(3.0)
-    mmap.mmap(-1, reused.SMALLEST, flags=reused.ANONYMOUS)
-    assert (x == 3.0).all()
+    memory = Reused()
+    x, gone = (taken(memory, LARGE, dtype=F32).fill_(3.0) for _ in range(2))
+    del gone
+    free = weakref.ref(memory._free[0])
+    del memory
+    assert free() is None and (x == 3.0).all()
 
 
 @needs_system
@@ -82,7 +128,7 @@ def test_threads_do_not_share_a_place() -> None:
 
     def use(value: float) -> None:
         for _ in range(20):
-            x = memory.empty(LARGE, dtype=F32)
+            x = taken(memory, LARGE, dtype=F32)
             x[::4096] = value
             if not (x[::4096] == value).all():
                 clashes.append(value)
@@ -123,12 +169,12 @@ def test_nobodys_logits_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None
         model = GPTModel(run_of("").model, Mesh.serial(), vocab_size=32, dtype=F64)
         rng.initialize(model, 3)
         kept = model(tokens).detach()
+        assert model.output_layer is not None and not model.output_layer.memory._free
         losses = [model(tokens + shift, tokens + 1) for shift in (0, 0, 1)]
         model(tokens, tokens)
         for loss in losses[::-1]:
             loss.sum().backward()
         found.append([kept, *losses, *(weight.grad for weight in model.parameters())])
-        assert model.output_layer is not None
         del losses, loss
         assert bool(model.output_layer.memory._free) == (smallest == 1)
     for got, want in zip(*found, strict=True):

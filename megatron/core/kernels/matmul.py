@@ -60,13 +60,15 @@ def linear(
         x_NI: the input.
         weight_OI: the matrix.
         bias_O: what is added, if anything.
-        memory: where a large result on the CPU is to lie; it has no gradient of its own then.
+        memory: where a large result on the CPU is to lie; autograd does not see that one made.
     """
     if not upcast_pays(x_NI.device, x_NI.dtype):
-        # Of a subclass there may be but a shape.
-        if memory is None or bias_O is not None or not x_NI.is_cpu or type(x_NI) is not Tensor:
+        y_NO = None
+        # Of a subclass of Tensor there may be but a shape.
+        if memory is not None and bias_O is None and x_NI.is_cpu and type(x_NI) is Tensor:
+            y_NO = memory.take(*x_NI.shape[:-1], len(weight_OI), dtype=x_NI.dtype)
+        if y_NO is None:
             return F.linear(x_NI, weight_OI, bias_O)
-        y_NO = memory.empty(*x_NI.shape[:-1], len(weight_OI), dtype=x_NI.dtype)
         torch.mm(x_NI.flatten(0, -2), weight_OI.t(), out=y_NO.flatten(0, -2))
         return y_NO
     wide_bias_O = None if bias_O is None else bias_O.to(torch.float32)

@@ -38,11 +38,10 @@ def missing(package: str) -> str | None:
 
 COMPILED = "megatron.core.kernels.compiled.cpu_kernels"
 COMPILED_DTYPES = (torch.float32, torch.float64)
-INTERFACE = 1
+INTERFACE = 2
 """What csrc/cpu_kernels.cpp says of its arguments; one that says another number is not called."""
-
-
 COMPILE = "install a C++ compiler, then `make extension` in a clone, or `pip install .` again"
+"""The way to get them."""
 
 
 @cache
@@ -55,8 +54,6 @@ def _no_compiled_module() -> str | None:
         return f"the kernels for the CPU cannot be loaded ({reason}); {COMPILE}"
     if getattr(module, "INTERFACE", None) != INTERFACE:
         return f"the kernels for the CPU were built from other sources; {COMPILE}"
-    if not module.THREADED and torch.get_num_threads() > 1:
-        return "the kernels for the CPU were built without OpenMP, for one thread"
     return None
 
 
@@ -66,13 +63,17 @@ def compiled_missing(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it is written for the CPU, this is {device.type}"
     if dtype not in COMPILED_DTYPES:
         return f"it is written for fp32 and fp64, this is {str(dtype).removeprefix('torch.')}"
-    return _no_compiled_module()
+    reason = _no_compiled_module()
+    if reason is None and torch.get_num_threads() > 1:
+        if not importlib.import_module(COMPILED).THREADED:
+            return "the kernels for the CPU were built without OpenMP, for one thread"
+    return reason
 
 
 def lacks_compiled(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels in C++ are for such tensors but not there."""
     is_theirs = device.type == "cpu" and dtype in COMPILED_DTYPES
-    return is_theirs and _no_compiled_module() is not None
+    return is_theirs and compiled_missing(device, dtype) is not None
 
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -156,10 +156,9 @@ class LanguageHead(nn.Module):
         """Return `losses`, or `logits` without labels."""
         return self.logits(x_SBH) if labels_BS is None else self.losses(x_SBH, labels_BS)
 
-    def local_logits(self, x_SBH: Tensor) -> Tensor:
-        """Return this rank's share of the logits, ``[S, B, v]``."""
-        where = (self.axis, self.gathers, self.memory)
-        return self._scaled(linear(x_SBH, self.weight, None, *where))
+    def local_logits(self, x_SBH: Tensor, memory: Reused | None = None) -> Tensor:
+        """Return this rank's share of the logits, ``[S, B, v]``; large ones lie in ``memory``."""
+        return self._scaled(linear(x_SBH, self.weight, None, self.axis, self.gathers, memory))
 
     def _scaled(self, logits_SBv: Tensor) -> Tensor:
         if self.bias is not None:
@@ -198,7 +197,7 @@ class LanguageHead(nn.Module):
         sequence, samples = labels_SB.shape
         pieces = loss_pieces(sequence, samples, self.rows.count, limit=self.logits_at_once)
         if pieces == 1:
-            return self._losses(self.local_logits(x_SBH), labels_SB).t()
+            return self._losses(self.local_logits(x_SBH, self.memory), labels_SB).t()
         # The whole sequence enters here, once, so that a piece needs no collective for its input.
         x_SBH = mappings.enter(x_SBH, self.axis, self.gathers)
         parts = zip(x_SBH.tensor_split(pieces), labels_SB.tensor_split(pieces), strict=True)
@@ -206,7 +205,7 @@ class LanguageHead(nn.Module):
         return torch.cat(losses).t()
 
     def _piece(self, x_PBH: Tensor, labels_PB: Tensor) -> Tensor:
-        logits_PBv = self._scaled(linear(x_PBH, self.weight, None, self.alone, False))
+        logits_PBv = self._scaled(linear(x_PBH, self.weight, None, self.alone, False, self.memory))
         return self._losses(logits_PBv, labels_PB)
 
     def _losses(self, logits_SBv: Tensor, labels_SB: Tensor) -> Tensor:
