@@ -42,9 +42,13 @@ endif
 # torch and numpy do the same more slowly.
 $(COMPILED): .venv/installed setup.py $(wildcard csrc/*)
 	$(BIN)/python setup.py -q build_ext --inplace --force
-	@ls megatron/core/kernels/compiled/cpu_kernels*.so > /dev/null 2>&1 || \
-	    echo "make extension tries again, once there is a C++ compiler"
+	@ls megatron/core/kernels/compiled/cpu_kernels*.so megatron/core/datasets/index_helpers*.so \
+	    || echo "setup tries again, once there is a C++ compiler"
 	@mkdir -p $(dir $@) && touch $@
+
+ifeq ($(wildcard megatron/core/kernels/compiled/cpu_kernels*.so),)
+$(COMPILED): always
+endif
 
 # Triton beside a torch for the CPU misleads packages that look for it: it gets an environment of
 # its own, which sees the packages of .venv.

@@ -40,7 +40,7 @@ COMPILED = "megatron.core.kernels.compiled.cpu_kernels"
 COMPILED_DTYPES = (torch.float32, torch.float64)
 INTERFACE = 2
 """What csrc/cpu_kernels.cpp says of its arguments; one that says another number is not called."""
-COMPILE = "install a C++ compiler, then `make extension` in a clone, or `pip install .` again"
+COMPILE = "`make extension` in a clone, or `pip install .` again, builds them by a C++ compiler"
 """The way to get them."""
 
 

@@ -245,7 +245,7 @@ def parts_line(parts: Sequence[str], config: CheckpointConfig, fresh: bool) -> s
     }
     if fresh:
         reasons = dict.fromkeys(
-            reasons, "weights only: a release, --finetune or --pretrained-checkpoint"
+            reasons, "weights only: a release, --finetune, --pretrained-checkpoint or upcycling"
         )
     return ", ".join(
         f"{part} loaded" if part in parts else f"{part} fresh ({reasons[part]})"
