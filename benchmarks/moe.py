@@ -8,8 +8,9 @@ visits) and `megatron` (our Llama with 8 experts of which a token visits 2, --mo
 All do forward, backward, gradient norm and clipping at 1 (the default of that library's Trainer
 too) and fused AdamW, in fp32, with the shapes and tokens of `sizes`. Ratios are medians over
 rounds. ``--cpu-time`` takes seconds of the processor, of all threads, instead of the clock's: what
-other programs do then counts less. Our programs ask for large pages of memory, and so do our two
-processes here; THP_MEM_ALLOC_ENABLE=1 in the environment asks for Mixtral's too, 0 for nobody's.
+other programs do then counts less. Our programs ask for large pages of memory and keep what is
+freed, and so do our two processes here; THP_MEM_ALLOC_ENABLE=1 in the environment asks for large
+pages of Mixtral's too, 0 for nobody's.
 """
 
 import argparse

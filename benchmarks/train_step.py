@@ -9,8 +9,8 @@ right before and after, so that load of other programs hits all alike. The ratio
 rounds of plain over megatron seconds; MFU is a step's rate over the neighbouring product's, where a
 step counts matrix products only, causal attention at half, and nothing recomputed.
 
-Our programs ask for large pages of memory, and so does our process here; THP_MEM_ALLOC_ENABLE=1 in
-the environment asks for those of all, 0 for nobody's.
+Our programs ask for large pages of memory and keep what is freed, and so does our process here;
+THP_MEM_ALLOC_ENABLE=1 in the environment asks for large pages of all, 0 for nobody's.
 """
 
 import argparse

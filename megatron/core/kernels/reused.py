@@ -1,8 +1,8 @@
 """Memory of the host that large results take in turns.
 
 The C library asks the system for the memory of a large tensor each time, and the system clears each
-page of it at the first touch: of the logits of a small model that takes as long as half their
-product. `Reused` keeps what one result leaves for the next one of its owner.
+page of it at the first touch, which for logits takes a good part of the time of their product.
+`Reused` keeps what one result leaves for the next one of its owner.
 """
 
 import math
